@@ -1,0 +1,108 @@
+// Layout queries for Python: the offsets and sizes that kernels use, from the same functions.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "core/expert_partition.h"
+#include "core/geometry.h"
+#include "core/limits.h"
+#include "core/quant_formats.h"
+#include "core/scale_layout.h"
+#include "core/workspace_layout.h"
+
+namespace py = pybind11;
+
+namespace moe_ep::bindings {
+namespace {
+
+// The order in which the ops take the fields of Geometry.
+std::vector<int64_t> fields_of(const Geometry& g) {
+  return {g.ep_size,
+          g.num_experts,
+          g.top_k,
+          g.max_tokens_per_rank,
+          g.dispatch_bytes_per_token,
+          g.combine_bytes_per_token,
+          g.eplb_stats_num_experts};
+}
+
+uint64_t payload_offset(const Geometry& g, int64_t tokens_per_rank,
+                        const std::vector<int64_t>& row_bytes, size_t index) {
+  if (row_bytes.size() > kMaxPayloads || index >= row_bytes.size()) {
+    throw std::invalid_argument("at most " + std::to_string(kMaxPayloads) + " payloads, got " +
+                                std::to_string(row_bytes.size()));
+  }
+  return PayloadPlacement::of(g, tokens_per_rank, row_bytes.data(),
+                              static_cast<int32_t>(row_bytes.size()))
+      .offset[index];
+}
+
+}  // namespace
+
+void bind_layout(py::module_& m) {
+  m.attr("MAX_EP_SIZE") = kMaxEpSize;
+  m.attr("MAX_TOP_K") = kMaxTopK;
+  m.attr("MAX_PAYLOADS") = kMaxPayloads;
+  m.attr("MAX_TIMEOUT_SEC") = kMaxTimeoutSec;
+
+  py::class_<Geometry>(m, "Geometry", "The numbers that size a workspace; the same on every rank.")
+      .def(py::init([](int32_t ep_size, int32_t num_experts, int32_t top_k,
+                       int32_t max_tokens_per_rank, int64_t dispatch_bytes_per_token,
+                       int64_t combine_bytes_per_token, int32_t eplb_stats_num_experts) {
+             return Geometry{ep_size,
+                             num_experts,
+                             top_k,
+                             max_tokens_per_rank,
+                             dispatch_bytes_per_token,
+                             combine_bytes_per_token,
+                             eplb_stats_num_experts};
+           }),
+           py::kw_only(), py::arg("ep_size"), py::arg("num_experts"), py::arg("top_k"),
+           py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
+           py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0)
+      .def("fields", &fields_of, "The int[] that ops take as `geometry`.")
+      .def_property_readonly("fingerprint", &Geometry::fingerprint)
+      .def_property_readonly(
+          "segment_bytes", [](const Geometry& g) { return WorkspaceLayout::of(g).segment_bytes; },
+          "Bytes of one rank's segment.")
+      .def_property_readonly(
+          "combine_rows_offset",
+          [](const Geometry& g) { return WorkspaceLayout::of(g).combine_rows.offset; })
+      .def("payload_offset", &payload_offset, py::arg("tokens_per_rank"), py::arg("row_bytes"),
+           py::arg("index"), "Byte offset in a segment of the received rows of one payload.");
+
+  m.def(
+      "expert_range",
+      [](int32_t num_experts, int32_t ep_size, int32_t ep_rank) {
+        const ExpertRange range = ExpertPartition(num_experts, ep_size).of_rank(ep_rank);
+        return std::pair(range.first, range.count);
+      },
+      py::arg("num_experts"), py::arg("ep_size"), py::arg("ep_rank"),
+      "(first, count) of the experts that a rank owns.");
+  m.def(
+      "expert_owner",
+      [](int32_t num_experts, int32_t ep_size, int32_t expert) {
+        return ExpertPartition(num_experts, ep_size).owner_of(expert);
+      },
+      py::arg("num_experts"), py::arg("ep_size"), py::arg("expert"), "The rank that owns an expert.");
+
+  py::enum_<QuantFormat>(m, "QuantFormat", "The formats that combine can quantise to.")
+      .value("MXFP8", QuantFormat::kMxfp8)
+      .value("MXFP4", QuantFormat::kMxfp4)
+      .value("NVFP4", QuantFormat::kNvfp4);
+  py::enum_<ScaleLayout>(m, "ScaleLayout", "Where the scale of (row, block) lies.")
+      .value("LINEAR", ScaleLayout::kLinear)
+      .value("SWIZZLE_128x4", ScaleLayout::kSwizzle128x4)
+      .value("SWIZZLE_8x4", ScaleLayout::kSwizzle8x4);
+  m.def("quantized_row_bytes", &quantized_row_bytes, py::arg("format"), py::arg("hidden_size"));
+  m.def("scales_per_row", &scales_per_row, py::arg("format"), py::arg("hidden_size"));
+  m.def("rows_per_scale_tile", &rows_per_scale_tile, py::arg("layout"));
+  m.def("padded_scale_blocks", &padded_scale_blocks, py::arg("layout"), py::arg("num_blocks"));
+}
+
+}  // namespace moe_ep::bindings

@@ -1,0 +1,86 @@
+// Combine between CPU ranks: each owner puts its outputs where the sources can read them, each source
+// pulls the rows of its tokens and sums them.
+//
+// The combine rows of a rank are written by it alone (by the experts themselves when they use
+// get_combine_input_buffer) between its dispatch and its combine, before it signals `ready`; its peers
+// read them after their wait. They are written again after the next dispatch, whose wait every peer
+// satisfies only after its pull.
+#include <cstring>
+#include <vector>
+
+#include "cake/cpu.h"
+#include "cake/reduce_rows.h"
+#include "cake/segment.h"
+#include "cake/wait_for_peers.h"
+#include "core/quantize_row.h"
+
+namespace moe_ep::cake {
+namespace {
+
+// Copies the rows that hold tokens into the workspace; rows without a token are never read.
+void stage(const CombineParams& p, const Segment& own, const ParallelFor& parallel_for) {
+  if (p.expert_output == nullptr) return;
+  const int64_t row_bytes = p.hidden_size * row_type_bytes(p.row_type);
+  for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
+    if (!p.active.contains(source)) continue;
+    const int64_t first = static_cast<int64_t>(source) * p.tokens_per_rank;
+    constexpr int64_t kRowsPerChunk = 16;
+    parallel_for(0, own.round_header(source).num_rows, kRowsPerChunk, [&](int64_t begin, int64_t end) {
+      for (int64_t row = first + begin; row < first + end; ++row) {
+        std::memcpy(own.combine_rows() + row * row_bytes,
+                    p.expert_output + row * p.expert_output_stride, static_cast<size_t>(row_bytes));
+      }
+    });
+  }
+}
+
+void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& own, int64_t token,
+          float* sum) {
+  const Geometry& g = p.workspace.geometry;
+  const int64_t row_bytes = p.hidden_size * row_type_bytes(p.row_type);
+  const SendSlot* slots = own.send_slots() + token * g.max_destinations();
+  const int64_t first = static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank;
+  const uint8_t* rows[kMaxTopK];
+  int32_t num_rows = 0;
+  for (; num_rows < g.max_destinations() && slots[num_rows].rank >= 0; ++num_rows) {
+    const SendSlot& slot = slots[num_rows];
+    rows[num_rows] = Segment(p.workspace, layout, slot.rank).combine_rows() +
+                     (first + slot.row) * row_bytes;
+  }
+  if (p.quantized == nullptr) {
+    reduce_rows(rows, num_rows, p.hidden_size, p.row_type, p.output + token * row_bytes);
+  } else {
+    reduce_rows_to_float(rows, num_rows, p.hidden_size, p.row_type, sum);
+    quantize_row(*p.quantized, token, sum);
+  }
+}
+
+}  // namespace
+
+Outcome combine(const CombineParams& p, const ParallelFor& parallel_for) {
+  const WorkspaceLayout layout = WorkspaceLayout::of(p.workspace.geometry);
+  const Segment own(p.workspace, layout, p.workspace.ep_rank);
+  ControlBlock& control = own.control();
+  control.phase = Phase::kIdle;
+
+  stage(p, own, parallel_for);
+  for (int32_t peer = 0; peer < p.workspace.geometry.ep_size; ++peer) {
+    if (!p.active.contains(peer)) continue;
+    const Segment segment(p.workspace, layout, peer);
+    signal(&segment.combine_flag(p.workspace.ep_rank).ready, control.epoch,
+           &segment.control().sleepers);
+  }
+  if (!wait_for_peers(p.workspace, p.active, control, Phase::kCombine, p.timeout_sec,
+                      [&](int32_t peer) { return &own.combine_flag(peer).ready; })) {
+    return Outcome::kTimeout;
+  }
+  constexpr int64_t kTokensPerChunk = 8;
+  parallel_for(0, p.num_tokens, kTokensPerChunk, [&](int64_t begin, int64_t end) {
+    std::vector<float> sum(p.quantized != nullptr ? static_cast<size_t>(p.hidden_size) : 0);
+    for (int64_t token = begin; token < end; ++token) pull(p, layout, own, token, sum.data());
+  });
+  if (p.quantized != nullptr) clear_padding_rows(*p.quantized);
+  return Outcome::kDone;
+}
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,200 @@
+#include "cake/reduce_rows.h"
+
+#include <cstring>
+
+#include "core/float_formats.h"
+
+// Compiles a function for wider vectors as well and picks at load time: a wheel is built for the
+// baseline of its architecture and must still use the machine it runs on.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
+#define MOE_EP_SIMD_CLONES [[gnu::target_clones("default", "avx2", "arch=x86-64-v4")]]
+#else
+#define MOE_EP_SIMD_CLONES
+#endif
+
+namespace moe_ep::cake {
+namespace {
+
+// Compiler vectors, because a plain loop over an array of accumulators was 2 to 5 times slower (GCC
+// keeps the array in memory). No intrinsics: the same lines are right on every architecture.
+constexpr int64_t kLanes = 16;
+using Floats [[gnu::vector_size(kLanes * sizeof(float))]] = float;
+using Words [[gnu::vector_size(kLanes * sizeof(uint32_t))]] = uint32_t;
+using Halves [[gnu::vector_size(kLanes * sizeof(uint16_t))]] = uint16_t;
+
+struct Float32Rows {
+  using Element = float;
+  static Floats load(const uint8_t* at) {
+    Floats values;
+    std::memcpy(&values, at, sizeof(values));
+    return values;
+  }
+  // All NaNs leave as one, here too: payloads and signs of NaN sums differ between processors.
+  static void store(Floats sum, uint8_t* at) {
+    const Words bits = sum != sum ? Words{} + 0x7FC00000 : __builtin_bit_cast(Words, sum);
+    std::memcpy(at, &bits, sizeof(bits));
+  }
+};
+
+struct BFloat16Rows {
+  using Element = uint16_t;
+  static Floats load(const uint8_t* at) {
+    Halves bits;
+    std::memcpy(&bits, at, sizeof(bits));
+    return __builtin_bit_cast(Floats, __builtin_convertvector(bits, Words) << 16);
+  }
+  // float_to_bf16 of core/float_formats.h, lane by lane.
+  static void store(Floats sum, uint8_t* at) {
+    const Words bits = __builtin_bit_cast(Words, sum);
+    const Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const Halves out = __builtin_convertvector(sum != sum ? Words{} + 0x7FC0 : rounded, Halves);
+    std::memcpy(at, &out, sizeof(out));
+  }
+};
+
+struct Float16Rows {
+  using Element = uint16_t;
+  // fp16_to_float and float_to_fp16 of core/float_formats.h, lane by lane.
+  static Floats load(const uint8_t* at) {
+    constexpr uint32_t kRebias = (kFloatExponentBias - 15) << kFloatMantissaBits;
+    Halves packed;
+    std::memcpy(&packed, at, sizeof(packed));
+    const Words bits = __builtin_convertvector(packed, Words);
+    const Words magnitude = bits & 0x7FFF;
+    const Floats small = __builtin_convertvector(magnitude, Floats) * (1.0f / (1 << 24));
+    const Words normal = (magnitude << 13) + kRebias;
+    const Words finite = magnitude < 0x0400 ? __builtin_bit_cast(Words, small) : normal;
+    const Words number = magnitude < 0x7C00 ? finite : normal + kRebias;
+    return __builtin_bit_cast(Floats, ((bits & 0x8000) << 16) | number);
+  }
+  static void store(Floats sum, uint8_t* at) {
+    constexpr int kDropped = kFloatMantissaBits - 10;
+    constexpr uint32_t kRebias = kFloatExponentBias - 15;
+    constexpr uint32_t kSmallestNormal = (kRebias + 1) << kFloatMantissaBits;
+    constexpr uint32_t kAlign = (kRebias + 1 + kDropped) << kFloatMantissaBits;
+    const Words bits = __builtin_bit_cast(Words, sum);
+    const Words magnitude = bits & kFloatMagnitudeMask;
+    const Words rounded =
+        (magnitude + ((1 << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1)) >> kDropped;
+    const Words small = magnitude < kSmallestNormal ? magnitude : Words{};
+    const Floats aligned = __builtin_bit_cast(Floats, small) + float_from_bits(kAlign);
+    const Words subnormal = __builtin_bit_cast(Words, aligned) - kAlign;
+    const Words code = magnitude < kSmallestNormal ? subnormal : rounded - (kRebias << 10);
+    const Words finite = code < 0x7C00 ? code : Words{} + 0x7C00;
+    const Words number = sum != sum ? Words{} + 0x7E00 : ((bits >> 16) & 0x8000) | finite;
+    const Halves out = __builtin_convertvector(number, Halves);
+    std::memcpy(at, &out, sizeof(out));
+  }
+};
+
+// Four vectors at a time hide the latency of the additions.
+constexpr int64_t kUnroll = 4;
+constexpr int64_t kBlock = kUnroll * kLanes;
+
+template <typename Rows>
+[[gnu::always_inline]] inline void sum_block(const uint8_t* const* rows, int32_t num_rows,
+                                             int64_t byte, Floats (&sum)[kUnroll]) {
+  constexpr int64_t kVectorBytes = kLanes * static_cast<int64_t>(sizeof(typename Rows::Element));
+  for (int64_t v = 0; v < kUnroll; ++v) sum[v] = Floats{};
+  for (int32_t r = 0; r < num_rows; ++r) {
+    for (int64_t v = 0; v < kUnroll; ++v) sum[v] += Rows::load(rows[r] + byte + v * kVectorBytes);
+  }
+}
+
+template <typename Rows>
+[[gnu::always_inline]] inline void reduce_block(const uint8_t* const* rows, int32_t num_rows,
+                                                int64_t byte, uint8_t* out) {
+  constexpr int64_t kVectorBytes = kLanes * static_cast<int64_t>(sizeof(typename Rows::Element));
+  Floats sum[kUnroll];
+  sum_block<Rows>(rows, num_rows, byte, sum);
+  for (int64_t v = 0; v < kUnroll; ++v) Rows::store(sum[v], out + v * kVectorBytes);
+}
+
+// Copies of the last, shorter block of every row, filled up with zeros.
+template <typename Rows>
+struct Tail {
+  static constexpr int64_t kBlockBytes = kBlock * static_cast<int64_t>(sizeof(typename Rows::Element));
+
+  Tail(const uint8_t* const* rows, int32_t num_rows, int64_t byte, int64_t bytes) {
+    for (int32_t r = 0; r < num_rows; ++r) {
+      std::memset(copies[r], 0, sizeof(copies[r]));
+      std::memcpy(copies[r], rows[r] + byte, static_cast<size_t>(bytes));
+      pointers[r] = copies[r];
+    }
+  }
+  uint8_t copies[kMaxTopK][kBlockBytes];
+  const uint8_t* pointers[kMaxTopK];
+};
+
+template <typename Rows>
+[[gnu::always_inline]] inline void reduce(const uint8_t* const* rows, int32_t num_rows,
+                                          int64_t hidden_size, uint8_t* out) {
+  constexpr int64_t kBlockBytes = Tail<Rows>::kBlockBytes;
+  const int64_t bytes = hidden_size * static_cast<int64_t>(sizeof(typename Rows::Element));
+  int64_t byte = 0;
+  for (; byte + kBlockBytes <= bytes; byte += kBlockBytes) {
+    reduce_block<Rows>(rows, num_rows, byte, out + byte);
+  }
+  if (byte == bytes) return;
+  const Tail<Rows> tail(rows, num_rows, byte, bytes - byte);
+  uint8_t block[kBlockBytes];
+  reduce_block<Rows>(tail.pointers, num_rows, 0, block);
+  std::memcpy(out + byte, block, static_cast<size_t>(bytes - byte));
+}
+
+template <typename Rows>
+[[gnu::always_inline]] inline void reduce_to_float(const uint8_t* const* rows, int32_t num_rows,
+                                                   int64_t hidden_size, float* out) {
+  constexpr int64_t kElementBytes = sizeof(typename Rows::Element);
+  Floats sum[kUnroll];
+  int64_t i = 0;
+  for (; i + kBlock <= hidden_size; i += kBlock) {
+    sum_block<Rows>(rows, num_rows, i * kElementBytes, sum);
+    std::memcpy(out + i, sum, sizeof(sum));
+  }
+  if (i == hidden_size) return;
+  const Tail<Rows> tail(rows, num_rows, i * kElementBytes, (hidden_size - i) * kElementBytes);
+  sum_block<Rows>(tail.pointers, num_rows, 0, sum);
+  std::memcpy(out + i, sum, static_cast<size_t>(hidden_size - i) * sizeof(float));
+}
+
+MOE_EP_SIMD_CLONES void reduce_float32(const uint8_t* const* rows, int32_t num_rows,
+                                       int64_t hidden_size, uint8_t* out) {
+  reduce<Float32Rows>(rows, num_rows, hidden_size, out);
+}
+MOE_EP_SIMD_CLONES void reduce_float16(const uint8_t* const* rows, int32_t num_rows,
+                                       int64_t hidden_size, uint8_t* out) {
+  reduce<Float16Rows>(rows, num_rows, hidden_size, out);
+}
+MOE_EP_SIMD_CLONES void reduce_bfloat16(const uint8_t* const* rows, int32_t num_rows,
+                                        int64_t hidden_size, uint8_t* out) {
+  reduce<BFloat16Rows>(rows, num_rows, hidden_size, out);
+}
+
+}  // namespace
+
+void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size, RowType type,
+                 uint8_t* out) {
+  switch (type) {
+    case RowType::kFloat32:
+      return reduce_float32(rows, num_rows, hidden_size, out);
+    case RowType::kFloat16:
+      return reduce_float16(rows, num_rows, hidden_size, out);
+    case RowType::kBFloat16:
+      return reduce_bfloat16(rows, num_rows, hidden_size, out);
+  }
+}
+
+void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size,
+                          RowType type, float* out) {
+  switch (type) {
+    case RowType::kFloat32:
+      return reduce_to_float<Float32Rows>(rows, num_rows, hidden_size, out);
+    case RowType::kFloat16:
+      return reduce_to_float<Float16Rows>(rows, num_rows, hidden_size, out);
+    case RowType::kBFloat16:
+      return reduce_to_float<BFloat16Rows>(rows, num_rows, hidden_size, out);
+  }
+}
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,21 @@
+// Sums the partial rows of one token. Every backend and device gives the bits that this gives: start
+// from +0.0 in float32, add the rows in the order given (ascending owner rank), round once.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/params.h"
+
+namespace moe_ep::cake {
+
+inline int64_t row_type_bytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+
+// rows: `num_rows` pointers to [hidden_size] elements of `type`; out: the same. num_rows may be 0.
+void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size, RowType type,
+                 uint8_t* out);
+
+// The same sum before the rounding, for consumers that round to another format.
+void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size,
+                          RowType type, float* out);
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,46 @@
+// Which rank owns which expert: contiguous blocks, the first `num_experts % ep_size` ranks own one more.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace moe_ep {
+
+struct ExpertRange {
+  int32_t first;
+  int32_t count;
+};
+
+class ExpertPartition {
+ public:
+  MOE_EP_HOST_DEVICE constexpr ExpertPartition(int32_t num_experts, int32_t ep_size)
+      : num_experts_(num_experts),
+        small_(num_experts / ep_size),
+        num_large_(num_experts % ep_size),
+        end_of_large_(num_large_ * (small_ + 1)) {}
+
+  MOE_EP_HOST_DEVICE constexpr ExpertRange of_rank(int32_t rank) const {
+    const bool large = rank < num_large_;
+    return {rank * small_ + (large ? rank : num_large_), small_ + (large ? 1 : 0)};
+  }
+
+  // The owner of an expert; `expert` must be in [0, num_experts). With fewer experts than ranks every
+  // block is either of one expert or empty, and the division by `small_ == 0` is never reached.
+  MOE_EP_HOST_DEVICE constexpr int32_t owner_of(int32_t expert) const {
+    return expert < end_of_large_ ? expert / (small_ + 1)
+                                  : num_large_ + (expert - end_of_large_) / small_;
+  }
+
+  MOE_EP_HOST_DEVICE constexpr bool contains(int64_t expert) const {
+    return expert >= 0 && expert < num_experts_;
+  }
+
+ private:
+  int32_t num_experts_;
+  int32_t small_;         // experts of the ranks with the smaller share
+  int32_t num_large_;     // ranks with one expert more
+  int32_t end_of_large_;  // first expert behind those ranks
+};
+
+}  // namespace moe_ep

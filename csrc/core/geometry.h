@@ -1,0 +1,45 @@
+// The numbers that size a workspace. They are the same on every rank of a group.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace moe_ep {
+
+struct Geometry {
+  int32_t ep_size;
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t max_tokens_per_rank;
+  int64_t dispatch_bytes_per_token;  // all payload rows of one token together
+  int64_t combine_bytes_per_token;   // one expert output row
+  int32_t eplb_stats_num_experts;    // 0: no statistics travel
+
+  // A token has at most one row on a rank, and at most one rank for each of its picks.
+  MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
+    return ep_size < top_k ? ep_size : top_k;
+  }
+  MOE_EP_HOST_DEVICE constexpr int64_t max_rows() const {
+    return static_cast<int64_t>(ep_size) * max_tokens_per_rank;
+  }
+  // Tells workspaces of different geometry apart (FNV-1a over the fields).
+  MOE_EP_HOST_DEVICE constexpr uint64_t fingerprint() const {
+    const uint64_t fields[] = {static_cast<uint64_t>(ep_size),
+                               static_cast<uint64_t>(num_experts),
+                               static_cast<uint64_t>(top_k),
+                               static_cast<uint64_t>(max_tokens_per_rank),
+                               static_cast<uint64_t>(dispatch_bytes_per_token),
+                               static_cast<uint64_t>(combine_bytes_per_token),
+                               static_cast<uint64_t>(eplb_stats_num_experts)};
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (const uint64_t field : fields) {
+      for (int shift = 0; shift < 64; shift += 8) {
+        hash = (hash ^ ((field >> shift) & 0xff)) * 0x100000001b3u;
+      }
+    }
+    return hash;
+  }
+};
+
+}  // namespace moe_ep

@@ -1,0 +1,8 @@
+// Marks a function for host and device, so that kernels, launchers and tests share one definition.
+#pragma once
+
+#if defined(__CUDACC__)
+#define MOE_EP_HOST_DEVICE __host__ __device__
+#else
+#define MOE_EP_HOST_DEVICE
+#endif

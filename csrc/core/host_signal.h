@@ -1,0 +1,75 @@
+// signal() and wait() for ranks that are processes or threads on CPUs. Flags live in shared memory.
+//
+// A waiter must not hold a core that the rank it waits for needs: it spins briefly, yields, then sleeps
+// on a futex. Measured on 2 cores, a barrier of 4 processes: 4.3 ms by spinning, 13 us by futex alone,
+// 9 us by this mix; of 8 processes 12.4 ms, 31 us, 30 us.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+#include <cstdint>
+
+#include "core/atomics.h"
+#include "core/epoch.h"
+
+namespace moe_ep {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Publishes everything this thread wrote before (and what it knows other threads wrote) under `epoch`.
+// `sleepers` counts the threads of the flag's reader that may be asleep. The sequentially consistent
+// pair (store flag, load sleepers) against (add sleepers, load flag) makes it impossible that the
+// signaller sees no sleeper and the sleeper does not see the flag.
+inline void signal(uint32_t* flag, uint32_t epoch, uint32_t* sleepers) {
+  SystemAtomic32(*flag).store(epoch, kSequential);
+  if (SystemAtomic32(*sleepers).load(kSequential) != 0) {
+    syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+struct WaitResult {
+  bool reached;
+  uint32_t seen;
+};
+
+// Waits until the flag has reached `epoch`; then everything its signaller published is visible.
+inline WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers, Deadline deadline) {
+  constexpr int kPauses = 200;  // about 9 us
+  constexpr int kYields = 4;
+  for (int i = 0; i < kPauses + kYields; ++i) {
+    const uint32_t seen = load_acquire(flag);
+    if (epoch_reached(seen, epoch)) return {true, seen};
+    i < kPauses ? pause_cpu() : static_cast<void>(sched_yield());
+  }
+  SystemAtomic32 asleep(*sleepers);
+  asleep.fetch_add(1, kSequential);
+  WaitResult result{false, 0};
+  for (;;) {
+    result.seen = SystemAtomic32(*const_cast<uint32_t*>(flag)).load(kSequential);
+    result.reached = epoch_reached(result.seen, epoch);
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (result.reached || left <= left.zero()) break;
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
+    const timespec timeout{static_cast<time_t>(ns / 1'000'000'000), ns % 1'000'000'000};
+    // Not FUTEX_PRIVATE: the word is shared between processes. Any return (woken, value changed,
+    // signal, time-out) leads to another look at the flag.
+    syscall(SYS_futex, flag, FUTEX_WAIT, result.seen, &timeout, nullptr, 0);
+  }
+  asleep.fetch_sub(1, kSequential);
+  return result;
+}
+
+}  // namespace moe_ep

@@ -1,0 +1,112 @@
+#include "ops/workspace_args.h"
+
+#include <limits>
+
+#include "core/expert_partition.h"
+#include "ops/errors.h"
+
+namespace moe_ep::ops {
+namespace {
+
+int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high) {
+  check(value >= low && value <= high, name, " must be in [", low, ", ", high, "], got ", value);
+  return static_cast<int32_t>(value);
+}
+
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+// Row widths are bounded only so that the products below cannot leave 64 bits.
+constexpr int64_t kMaxRowBytes = int64_t{1} << 24;
+
+}  // namespace
+
+Geometry geometry_from(const std::vector<int64_t>& fields) {
+  check(fields.size() == 7, "geometry must have 7 fields, got ", fields.size());
+  Geometry g;
+  g.ep_size = bounded("ep_size", fields[0], 1, kMaxEpSize);
+  g.num_experts = bounded("num_experts", fields[1], 1, kInt32Max);
+  g.top_k = bounded("top_k", fields[2], 1, kMaxTopK);
+  g.max_tokens_per_rank = bounded("max_tokens_per_rank", fields[3], 1, kInt32Max);
+  g.dispatch_bytes_per_token = bounded("dispatch_bytes_per_token", fields[4], 1, kMaxRowBytes);
+  g.combine_bytes_per_token = bounded("combine_bytes_per_token", fields[5], 1, kMaxRowBytes);
+  g.eplb_stats_num_experts = bounded("eplb_stats_num_experts", fields[6], 0, g.num_experts);
+  return g;
+}
+
+cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, int64_t ep_rank) {
+  check(workspace.scalar_type() == ScalarType::Byte && workspace.dim() == 2,
+        "workspace must be a 2-D uint8 tensor [ep_size, segment_bytes]");
+  check(workspace.size(0) == g.ep_size, "workspace must have a row for each of the ", g.ep_size,
+        " ranks, got ", workspace.size(0));
+  const auto segment_bytes = static_cast<int64_t>(WorkspaceLayout::of(g).segment_bytes);
+  check(workspace.size(1) >= segment_bytes && workspace.stride(1) == 1,
+        "workspace rows must be dense and of at least ", segment_bytes, " bytes, got ",
+        workspace.size(1), " bytes with stride ", workspace.stride(1));
+  bounded("ep_rank", ep_rank, 0, g.ep_size - 1);
+  auto* base = static_cast<uint8_t*>(workspace.mutable_data_ptr());
+  check(reinterpret_cast<uintptr_t>(base) % kFlagAlignment == 0 &&
+            (g.ep_size == 1 || workspace.stride(0) % static_cast<int64_t>(kFlagAlignment) == 0),
+        "workspace rows must start on ", kFlagAlignment, "-byte boundaries");
+  return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), g};
+}
+
+ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
+  auto& control = *reinterpret_cast<ControlBlock*>(workspace.segment(workspace.ep_rank));
+  check_state(control.magic == kWorkspaceMagic, "the workspace was not initialised: call initialize() "
+              "on every rank, then a barrier, before the first dispatch");
+  check_state(control.fingerprint == workspace.geometry.fingerprint(),
+              "the workspace was initialised for another geometry");
+  check_state(workspace.geometry.ep_size == 1 ||
+                  control.self_address == reinterpret_cast<uint64_t>(workspace.base),
+              "this workspace tensor is a copy of the shared one, and the peers do not write into "
+              "copies. torch.compile makes such a copy when a view of the workspace is used after the "
+              "next dispatch: clone() what must outlive the round, before combine");
+  check_state(control.timeout.recorded == 0, "a wait on rank ", control.timeout.peer,
+              " timed out earlier, so the ranks are out of step: destroy this communication and create "
+              "it again, without that rank if it is dead");
+  return control;
+}
+
+RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& g, int64_t ep_rank) {
+  if (!mask.has_value()) return RankMask::all(g.ep_size);
+  const int32_t words = rank_mask_words(g.ep_size);
+  check(mask->scalar_type() == ScalarType::UInt64 && mask->dim() == 1 && mask->size(0) == words,
+        "active_rank_mask must be a uint64 tensor [", words, "] for ", g.ep_size,
+        " ranks; active_rank_mask(ranks, ep_size) makes one");
+  check(words == 1 || mask->stride(0) == 1, "active_rank_mask must be contiguous");
+  const auto* given = static_cast<const uint64_t*>(mask->const_data_ptr());
+  RankMask active;
+  for (int32_t rank = 0; rank < g.ep_size; ++rank) {
+    if ((given[rank / kRanksPerMaskWord] >> (rank % kRanksPerMaskWord)) & 1) active.insert(rank);
+  }
+  check(active.contains(static_cast<int32_t>(ep_rank)),
+        "active_rank_mask must contain the caller's own rank ", ep_rank);
+  return active;
+}
+
+int32_t checked_timeout(int64_t timeout_sec) {
+  return bounded("timeout_sec", timeout_sec, 1, kMaxTimeoutSec);
+}
+
+int32_t checked_tokens_per_rank(int64_t tokens_per_rank, const Geometry& g) {
+  return bounded("tokens_per_rank", tokens_per_rank, 0, g.max_tokens_per_rank);
+}
+
+void raise_invalid_ids(ControlBlock& control, const cake::WorkspaceView& workspace) {
+  const InvalidIdRecord record = control.invalid_id;
+  control.invalid_id.count = 0;
+  if (record.count == 0) return;
+  fail("MoEEpInputError", "rank ", workspace.ep_rank, " passed ", record.count,
+       " expert id(s) outside [0, ", workspace.geometry.num_experts, "), the first at token ",
+       record.token, ", slot ", record.slot, ": ", record.expert_id,
+       ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
+}
+
+void raise_timeout(const ControlBlock& control, const cake::WorkspaceView& workspace) {
+  const TimeoutRecord& record = control.timeout;
+  fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
+       phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
+       " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
+       " may be dead, slow, or in another number of rounds; mask it or re-create the communication.");
+}
+
+}  // namespace moe_ep::ops

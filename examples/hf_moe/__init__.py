@@ -1,0 +1,1 @@
+"""The parts of hf_moe_inference.py."""

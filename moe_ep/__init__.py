@@ -1,0 +1,53 @@
+"""Communication for expert-parallel Mixture-of-Experts layers: dispatch tokens to experts and
+combine their outputs."""
+
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.cake import CakeAlltoAll, CakeAlltoAllConfig
+from moe_ep.collectives import CommBackend
+from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.config import CommunicationConfig
+from moe_ep.errors import (
+    MoEEpConfigError,
+    MoEEpError,
+    MoEEpInputError,
+    MoEEpPlatformError,
+    MoEEpStateError,
+    MoEEpTimeoutError,
+)
+from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
+from moe_ep.registry import (
+    available_communication_backends,
+    communication_backend_name,
+    create_communication,
+    is_communication_backend,
+    register_communication,
+)
+from moe_ep.torch_dist import TorchDistAlltoAll, TorchDistConfig
+from moe_ep.version import __version__
+
+__all__ = [
+    "BootstrapConfig",
+    "CakeAlltoAll",
+    "CakeAlltoAllConfig",
+    "CommBackend",
+    "CommunicationConfig",
+    "MoEEpCommParams",
+    "MoEEpCommunication",
+    "MoEEpConfigError",
+    "MoEEpDispatchResult",
+    "MoEEpError",
+    "MoEEpInputError",
+    "MoEEpPlatformError",
+    "MoEEpStateError",
+    "MoEEpTimeoutError",
+    "QuantFormat",
+    "TorchDistAlltoAll",
+    "TorchDistConfig",
+    "__version__",
+    "available_communication_backends",
+    "communication_backend_name",
+    "create_communication",
+    "expert_partition",
+    "is_communication_backend",
+    "register_communication",
+]

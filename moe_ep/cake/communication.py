@@ -1,0 +1,257 @@
+"""How does cake fill the contract? A workspace in shared memory, and two ops a round."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import moe_ep.ops  # noqa: F401  (loads the ops)
+from moe_ep._native import Geometry
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.cake.config import CakeAlltoAllConfig
+from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.errors import MoEEpConfigError
+from moe_ep.params import MoEEpCommParams
+from moe_ep.registry import register_communication
+from moe_ep.symmetric_memory import SymmetricMemory
+
+
+def geometry_of(params: MoEEpCommParams, ep_size: int, config: CakeAlltoAllConfig) -> Geometry:
+    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank."""
+    return Geometry(
+        ep_size=ep_size,
+        num_experts=params.num_experts,
+        top_k=params.top_k,
+        max_tokens_per_rank=params.max_tokens_per_rank,
+        dispatch_bytes_per_token=params.dispatch_bytes_per_token
+        + config.extra_payload_bytes_per_token,
+        combine_bytes_per_token=params.combine_bytes_per_token,
+        eplb_stats_num_experts=config.eplb_stats_num_experts,
+    )
+
+
+@register_communication("cake", preference=10)
+class CakeAlltoAll(MoEEpCommunication):
+    """The fused one-sided backend: every rank writes into the others' memory and reads from it.
+
+    On the CPU: processes of one host over anonymous shared memory. One workspace of
+    `estimate_workspace_bytes(params, ep_size, config)` bytes per rank, allocated at construction, none per round.
+    Received rows are views of it in eager code and copies in compiled graphs, where a view that outlives its round could
+    not be told from one that does not.
+    """
+
+    config_type = CakeAlltoAllConfig
+    supports_torch_compile = True
+    one_host_only = True
+
+    @classmethod
+    def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
+        """Return why cake cannot run on `device` of this machine, or None if it can. No collective."""
+        if device is not None and device.type != "cpu":
+            return f"cake runs on the CPU, got device {device}"
+        return None
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        params: MoEEpCommParams,
+        config: CakeAlltoAllConfig | None = None,
+    ) -> None:
+        """Allocate and share the workspace. Collective; a failure on one rank raises on all, with every reason."""
+        config = CakeAlltoAllConfig() if config is None else config
+        super().__init__(
+            bootstrap,
+            params,
+            config,
+            extra_payload_bytes_per_token=config.extra_payload_bytes_per_token,
+            eplb_stats_num_experts=config.eplb_stats_num_experts,
+        )
+        self._rank_mask_enabled = config.enable_rank_mask
+        self._timeout_sec = config.timeout_sec
+        self._layout = geometry_of(params, self.ep_size, config)
+        self._geometry: list[int] = self._layout.fields()
+        self._memory = SymmetricMemory.allocate(self._comm, self._layout.segment_bytes, self.device)
+        self._workspace: Tensor = self._memory.workspace
+        torch.ops.moe_ep.cake_initialize(self._workspace, self._geometry, self.ep_rank)
+        self._comm.barrier()  # nobody may signal before everybody has initialised
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of this rank's own memory in the workspace."""
+        return self._memory.bytes_per_rank
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        hidden_states_scale: Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+    ) -> MoEEpDispatchResult:
+        """Send every token to the ranks that own its experts; see MoEEpCommunication.dispatch. Collective.
+
+        active_rank_mask: [ceil(ep_size / 64)] uint64, bit i set for each active rank; the same on all active ranks and in
+            both calls of a round; needs `enable_rank_mask`. Tokens to other ranks are dropped, and nothing is sent to
+            them or awaited from them. None: all ranks are active.
+        """
+        self._check_rank_mask(active_rank_mask)
+        return self._run_dispatch(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+        )
+
+    def combine(
+        self,
+        expert_output: Tensor,
+        *,
+        output: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Bring the partial rows back and sum them; see MoEEpCommunication.combine. Collective.
+
+        active_rank_mask: the mask that dispatch got.
+        """
+        self._check_rank_mask(active_rank_mask)
+        return self._run_combine(expert_output, output=output, active_rank_mask=active_rank_mask)
+
+    def _check_rank_mask(self, mask: Tensor | None) -> None:
+        """Check what the host can see of a mask; the op checks its bits."""
+        if mask is None:
+            return
+        if not self._rank_mask_enabled:
+            raise MoEEpConfigError(
+                "active_rank_mask needs a communication created with enable_rank_mask=True."
+            )
+        if mask.dtype != torch.uint64:
+            raise TypeError(f"active_rank_mask must be torch.uint64, got {mask.dtype}.")
+        words = (self.ep_size + 63) // 64
+        if tuple(mask.shape) != (words,):
+            raise MoEEpConfigError(
+                f"active_rank_mask must have shape [{words}] for {self.ep_size} ranks, got "
+                f"{list(mask.shape)}."
+            )
+
+    def _dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        *,
+        hidden_states_scale: Tensor | None,
+        tokens_per_rank: int,
+        eplb_local_stats: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> MoEEpDispatchResult:
+        payloads = [_dense_rows(hidden_states)]
+        if hidden_states_scale is not None:
+            payloads.append(_dense_rows(hidden_states_scale))
+        ids, weights, counts, stats = torch.ops.moe_ep.cake_dispatch(
+            self._workspace,
+            topk_ids.contiguous(),
+            None if topk_weights is None else topk_weights.contiguous(),
+            payloads,
+            None if eplb_local_stats is None else eplb_local_stats.contiguous(),
+            None if active_rank_mask is None else active_rank_mask.contiguous(),
+            self._geometry,
+            self.ep_rank,
+            self.params.invalid_expert_id,
+            tokens_per_rank,
+            self._timeout_sec,
+        )
+        row_bytes = [p.shape[1] * p.element_size() for p in payloads]
+        received = [
+            self._received_rows(tokens_per_rank, row_bytes, i, payload.dtype)
+            for i, payload in enumerate(payloads)
+        ]
+        return MoEEpDispatchResult(
+            hidden_states=received[0],
+            topk_ids=ids,
+            topk_weights=None if topk_weights is None else weights,
+            tokens_per_rank=tokens_per_rank,
+            hidden_states_scale=received[1] if len(received) > 1 else None,
+            eplb_gathered_stats=None if eplb_local_stats is None else stats,
+            recv_token_counts=counts,
+        )
+
+    def _combine(
+        self,
+        expert_output: Tensor,
+        *,
+        num_tokens: int,
+        tokens_per_rank: int,
+        output: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> Tensor:
+        rows = _dense_rows(expert_output)
+        mask = None if active_rank_mask is None else active_rank_mask.contiguous()
+        if output is not None and output.is_contiguous():
+            torch.ops.moe_ep.cake_combine_out(
+                self._workspace,
+                rows,
+                mask,
+                self._geometry,
+                self.ep_rank,
+                tokens_per_rank,
+                self._timeout_sec,
+                output,
+            )
+            return output
+        combined: Tensor = torch.ops.moe_ep.cake_combine(
+            self._workspace,
+            rows,
+            mask,
+            self._geometry,
+            self.ep_rank,
+            num_tokens,
+            tokens_per_rank,
+            self.params.hidden_size,
+            self.params.token_dtype,
+            self._timeout_sec,
+        )
+        return combined if output is None else output.copy_(combined)
+
+    def _check(self) -> None:
+        torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
+
+    def _combine_input_buffer(self) -> Tensor | None:
+        return self._view(
+            self._layout.combine_rows_offset,
+            self.ep_size * self._tokens_per_rank,
+            self.params.combine_bytes_per_token,
+            self.params.token_dtype,
+        )
+
+    def _destroy(self) -> None:
+        # Not collective: peers keep their own mappings of this rank's memory until they destroy, too.
+        del self._workspace
+        self._memory.close()
+
+    def _received_rows(
+        self, tokens_per_rank: int, row_bytes: list[int], index: int, dtype: torch.dtype
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            copied: Tensor = torch.ops.moe_ep.cake_received_rows(
+                self._workspace, self._geometry, self.ep_rank, tokens_per_rank, row_bytes, index
+            )
+            return copied.view(dtype)
+        offset = self._layout.payload_offset(tokens_per_rank, row_bytes, index)
+        return self._view(offset, self.ep_size * tokens_per_rank, row_bytes[index], dtype)
+
+    def _view(self, offset: int, rows: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Return [rows, row_bytes / itemsize] of `dtype` in this rank's own segment, dense."""
+        own = self._workspace[self.ep_rank]
+        flat = own[offset : offset + rows * row_bytes].view(dtype)
+        return flat.view(rows, row_bytes // dtype.itemsize)
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with rows of adjacent elements; the rows themselves may lie anywhere."""
+    return tensor if tensor.shape[1] <= 1 or tensor.stride(1) == 1 else tensor.contiguous()

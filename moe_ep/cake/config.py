@@ -1,0 +1,35 @@
+"""Which settings does cake have?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moe_ep.config import CommunicationConfig, require_int_in_range
+
+_MAX_EXTRA_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CakeAlltoAllConfig(CommunicationConfig):
+    """Settings of the cake backend, besides those of every backend.
+
+    extra_payload_bytes_per_token: bytes by which a torch.uint8 row given to dispatch may exceed the dispatch format's row.
+    eplb_stats_num_experts: length of eplb_local_stats, 0..num_experts; 0: no statistics.
+    enable_rank_mask: whether dispatch and combine accept active_rank_mask.
+    """
+
+    backend_name: ClassVar[str] = "cake"
+
+    extra_payload_bytes_per_token: int = 0
+    eplb_stats_num_experts: int = 0
+    enable_rank_mask: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int_in_range(
+            "extra_payload_bytes_per_token", self.extra_payload_bytes_per_token, 0, _MAX_EXTRA_BYTES
+        )
+        require_int_in_range("eplb_stats_num_experts", self.eplb_stats_num_experts, 0, 2**31 - 1)
+        if not isinstance(self.enable_rank_mask, bool):
+            raise TypeError(f"enable_rank_mask must be a bool, got {self.enable_rank_mask!r}.")

@@ -1,0 +1,215 @@
+"""How does the group agree? The control plane's collectives, and errors that all ranks raise
+together.
+
+Nothing here carries tokens: it serves construction, memory set-up and checkpointing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import errors
+from moe_ep.errors import MoEEpError, MoEEpPlatformError, MoEEpTimeoutError
+from moe_ep.peer_exchange import Deadline, PeerSilentError, exchange, has_gloo
+
+T = TypeVar("T")
+
+_CONTROL_TAG = 0x6D6F65  # apart from the tag 0 that a user's own sends have by default
+
+
+@runtime_checkable
+class CommBackend(Protocol):
+    """The collectives that set-up needs. All ranks of the group call them in the same order."""
+
+    def get_rank(self) -> int:
+        """Return this process's rank in the group."""
+        ...
+
+    def get_size(self) -> int:
+        """Return the number of ranks in the group."""
+        ...
+
+    def allgather(self, obj: Any, /) -> list[Any]:
+        """Return every rank's picklable object, in rank order."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when all ranks have entered."""
+        ...
+
+
+class SingleRankComm:
+    """The group of one: nothing to communicate."""
+
+    def get_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    def get_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def allgather(self, obj: Any, /) -> list[Any]:
+        """Return [obj]."""
+        return [obj]
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+
+class TorchDistributedComm:
+    """The collectives over a torch.distributed process group.
+
+    Over Gloo each wait is bounded by `timeout_sec` and names the peer that did not answer
+    (MoEEpTimeoutError). Over a group that has only NCCL, the group's own timeout holds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_sec: float = 300) -> None:
+        self._group = group
+        self._timeout_sec = timeout_sec
+
+    def get_rank(self) -> int:
+        """Return this process's rank in the group (not its global rank)."""
+        return dist.get_rank(self._group)
+
+    def get_size(self) -> int:
+        """Return the number of ranks in the group."""
+        return dist.get_world_size(self._group)
+
+    def allgather(self, obj: Any, /) -> list[Any]:
+        """Return every rank's picklable object, in rank order."""
+        if has_gloo(self._group):
+            return self._allgather_bounded(obj)
+        objects: list[Any] = [None] * self.get_size()
+        dist.all_gather_object(objects, obj, group=self._group)
+        return objects
+
+    def barrier(self) -> None:
+        """Return when all ranks have entered."""
+        self.allgather(None)
+
+    def _allgather_bounded(self, obj: Any) -> list[Any]:
+        rank, size = self.get_rank(), self.get_size()
+        mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        deadline = Deadline(self._timeout_sec)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        try:
+            my_length = torch.tensor([mine.numel()])
+            exchange(self._group, [my_length] * size, lengths, _CONTROL_TAG, deadline)
+            pickles = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
+            exchange(self._group, [mine] * size, pickles, _CONTROL_TAG, deadline)
+        except PeerSilentError as silent:
+            raise MoEEpTimeoutError(
+                f"rank {rank} waited {silent.seconds:.1f} s in set-up for rank {silent.peer} "
+                f"({silent.reason}). "
+                f"Rank {silent.peer} may be dead, slow, or not creating the same communication."
+            ) from None
+        return [obj if r == rank else pickle.loads(bytes(p.numpy())) for r, p in enumerate(pickles)]
+
+
+class _Mpi4pyComm:
+    """An mpi4py communicator under this library's names."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def get_rank(self) -> int:
+        return int(self._communicator.Get_rank())
+
+    def get_size(self) -> int:
+        return int(self._communicator.Get_size())
+
+    def allgather(self, obj: Any, /) -> list[Any]:
+        return list(self._communicator.allgather(obj))
+
+    def barrier(self) -> None:
+        self._communicator.Barrier()
+
+
+def as_comm_backend(candidate: Any) -> CommBackend:
+    """Return `candidate` as a CommBackend; an mpi4py communicator is wrapped. Raises TypeError for
+    anything else."""
+
+    def has(*names: str) -> bool:
+        return all(callable(getattr(candidate, name, None)) for name in names)
+
+    if has("get_rank", "get_size", "allgather", "barrier"):
+        return cast(CommBackend, candidate)
+    if has("Get_rank", "Get_size", "allgather", "Barrier"):
+        return _Mpi4pyComm(candidate)
+    raise TypeError(
+        "comm_backend must have get_rank, get_size, allgather and barrier (or be an mpi4py "
+        "communicator), "
+        f"got {type(candidate).__name__}."
+    )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    host: str
+    value: Any
+    failed_as: str | None
+    reason: str
+
+
+def agree(comm: CommBackend, outcome: T | Exception, *, what: str = "set-up") -> list[T]:
+    """Gather every rank's outcome; return the values in rank order if no rank failed. Collective.
+
+    outcome: what this rank's part came to: a picklable value, or the exception that stopped it.
+    what: the step's name in the message.
+
+    If any rank failed, all ranks raise the same: the failures' own class where it is one MoEEpError
+        class, else
+    MoEEpPlatformError, with every rank's reason. On a rank that failed, its own exception is the
+    cause.
+    """
+    failure = outcome if isinstance(outcome, Exception) else None
+    # The class travels by name: a third party's exception may not unpickle elsewhere.
+    answers = comm.allgather(
+        _Outcome(
+            host=socket.gethostname(),
+            value=outcome if failure is None else None,
+            failed_as=None if failure is None else type(failure).__name__,
+            reason="fine" if failure is None else _reason(failure),
+        )
+    )
+    classes = {answer.failed_as for answer in answers} - {None}
+    if not classes:
+        return [answer.value for answer in answers]
+    error_class = _error_class(classes.pop()) if len(classes) == 1 else MoEEpPlatformError
+    reasons = {rank: answer.reason for rank, answer in enumerate(answers)}
+    hosts = [answer.host for answer in answers]
+    raise error_class(f"{what} failed: {by_rank(reasons, hosts)}.") from failure
+
+
+def by_rank(values: Mapping[int, object], hosts: list[str] | None = None) -> str:
+    """Write values by rank, equal ones together: "ranks 0, 1: 8; rank 2 (host b): 16".
+
+    hosts: each rank's host name, shown where the group is on more than one.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    show_hosts = hosts is not None and len(set(hosts)) > 1
+    for rank, value in values.items():
+        host = f" (host {hosts[rank]})" if hosts is not None and show_hosts else ""
+        groups.setdefault((str(value), host), []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}{host}: {value}"
+        for (value, host), ranks in groups.items()
+    )
+
+
+def _error_class(name: str) -> type[MoEEpError]:
+    cls = getattr(errors, name, MoEEpPlatformError)
+    return cast(type[MoEEpError], cls)
+
+
+def _reason(failure: Exception) -> str:
+    text = str(failure).rstrip(".")
+    return text if isinstance(failure, MoEEpError) else f"{type(failure).__name__}: {text}"

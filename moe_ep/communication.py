@@ -1,0 +1,444 @@
+"""What is a communication? The contract that users call, and the hooks that a backend fills in.
+
+The base class owns everything that must not differ between backends: the argument checks, the state
+machine and the translation of op errors. A backend implements `_dispatch` and `_combine`, and where
+it needs them `_check`, `_combine_input_buffer`, `_destroy`. All state that the compiled path
+touches is plain attributes (int, str), so that torch.compile traces a whole round into one graph.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Final, NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from moe_ep import checks
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.collectives import CommBackend
+from moe_ep.config import CommunicationConfig
+from moe_ep.construction import agree_on_construction
+from moe_ep.errors import (
+    MoEEpError,
+    MoEEpInputError,
+    MoEEpStateError,
+    MoEEpTimeoutError,
+    translate_op_error,
+)
+from moe_ep.params import MoEEpCommParams, expert_partition
+
+# States. idle -> dispatched -> idle -> ...; broken and destroyed are final. Strings, which dynamo
+# can guard on.
+_IDLE = "idle"
+_DISPATCHED = "dispatched"
+_BROKEN = "broken"
+_DESTROYED = "destroyed"
+
+
+@dataclass(frozen=True)
+class MoEEpDispatchResult:
+    """What one rank received. Views of library memory, valid until the matching combine.
+
+    With R = ep_size, tpr = tokens_per_rank, rows `[s * tpr, (s + 1) * tpr)` come from source rank
+    s: its tokens first, in ascending order, then rows without a token, whose ids are all
+    `invalid_expert_id` and whose other contents are unspecified.
+
+    hidden_states: [R * tpr, row] as given to dispatch (same dtype, same row width).
+    topk_ids: [R * tpr, top_k] int32, global expert ids.
+    topk_weights: [R * tpr, top_k] float32, or None where dispatch got none.
+    tokens_per_rank: rows per source rank in this round.
+    hidden_states_scale: [R * tpr, scale_row] as given to dispatch, or None.
+    eplb_gathered_stats: [R, eplb_stats_num_experts] int32, row r as given by rank r, or None.
+    recv_token_counts: [R] int32 on the device; entry s is the number of tokens received from rank
+        s.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor | None
+    tokens_per_rank: int
+    hidden_states_scale: Tensor | None
+    eplb_gathered_stats: Tensor | None
+    recv_token_counts: Tensor
+
+
+class MoEEpCommunication(abc.ABC):
+    """One long-lived object per expert-parallel group: dispatch, experts, combine, dispatch, ...
+
+    All ranks of the group construct it together and issue the same calls in the same order; one
+    dispatch/combine pair is in flight. A context manager that destroys on exit. Nothing collective
+    happens in a finaliser, and a process may exit without destroy.
+
+    A backend derives from this class once:
+
+    * class attributes `config_type`, `supports_cuda_graph`, `supports_torch_compile`,
+      `one_host_only`;
+    * `unsupported_reason(device)`;
+    * `__init__(bootstrap, params, config)`, which calls this one and then sets up what it needs,
+      collectively, over `self._comm`;
+    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`, `_destroy`,
+      `workspace_bytes`.
+
+    Hooks get checked arguments and know nothing about the state machine. They report failures by
+    raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
+    it is. MoEEpTimeoutError and any exception that is not of this library break the object; after
+    any other MoEEpError the object goes on.
+    A backend that takes more keywords (`active_rank_mask`) overrides `dispatch` and `combine` with
+    the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
+    """
+
+    backend_name: ClassVar[str]
+    """Set by `register_communication`."""
+    config_type: ClassVar[type[CommunicationConfig]]
+    supports_cuda_graph: ClassVar[bool] = False
+    """True: a round may be captured in a CUDA graph after one eager warm-up of the same shapes."""
+    supports_torch_compile: ClassVar[bool] = False
+    """True: a round traces into one graph with `torch.compile(fullgraph=True)`."""
+    one_host_only: ClassVar[bool] = False
+    """True: all ranks of the group must be on one host."""
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        params: MoEEpCommParams,
+        config: CommunicationConfig,
+        *,
+        extra_payload_bytes_per_token: int = 0,
+        eplb_stats_num_experts: int = 0,
+    ) -> None:
+        """Check the arguments and agree on them over the group. Collective.
+
+        extra_payload_bytes_per_token: bytes by which a torch.uint8 row may exceed the dispatch
+            format's row.
+        eplb_stats_num_experts: length of eplb_local_stats, 0..num_experts; 0: no statistics.
+
+        Raises on every rank of the group together: MoEEpConfigError where ranks disagree about
+        params, settings, backend or library version (with every rank's values), MoEEpPlatformError
+        where the backend cannot run on some rank.
+        """
+        checks.check_construction(
+            type(self).config_type, bootstrap, params, config, eplb_stats_num_experts
+        )
+        first, count = expert_partition(params.num_experts, bootstrap.world_size, bootstrap.rank)
+        self.params: Final = params
+        self.config: Final = config
+        self.device: Final[torch.device] = bootstrap.torch_device
+        self.ep_rank: Final[int] = bootstrap.rank
+        self.ep_size: Final[int] = bootstrap.world_size
+        self.first_local_expert: Final[int] = first
+        self.num_local_experts: Final[int] = count
+        self._bootstrap: Final = bootstrap
+        self._comm: Final[CommBackend] = bootstrap.comm(
+            config.comm_backend, timeout_sec=config.timeout_sec
+        )
+        self._row_format: Final = params.row_format
+        self._extra_payload_bytes: Final = extra_payload_bytes_per_token
+        self._eplb_stats_num_experts: Final = eplb_stats_num_experts
+        self._state: str = _IDLE
+        self._broken_by: str = "a call did not finish"
+        self._num_tokens: int = 0
+        self._tokens_per_rank: int = 0
+        agree_on_construction(type(self), self._comm, params, config, self.device)
+
+    # ---------------------------------------------------------------- what users call
+
+    @classmethod
+    def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
+        """Return why this backend cannot run on `device` of this machine, or None if it can.
+
+        No collective. device: None asks whether any device of this machine would do.
+        """
+        return None
+
+    @classmethod
+    def is_platform_supported(cls, device: torch.device | None = None) -> bool:
+        """Return whether this backend can run on `device` of this machine. No collective."""
+        return cls.unsupported_reason(device) is None
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        hidden_states_scale: Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+    ) -> MoEEpDispatchResult:
+        """Send every token once to each rank that owns at least one of its experts. Collective.
+
+        All tensors are on `device`; non-contiguous ones are legal. n may differ on every rank and
+        round, 0 included.
+
+        hidden_states: [n, row] in the dispatch format (unquantised: [n, hidden_size] in
+            `params.token_dtype`).
+        topk_ids: [n, top_k] int32 or int64, global expert ids. A negative id or `invalid_expert_id`
+            is padding: it sends nothing. Any other id outside `[0, num_experts)` is skipped,
+            recorded and raised as MoEEpInputError by `check` between the two calls, else by
+            `combine` after its exchange.
+        topk_weights: [n, top_k] float32, or None (on all ranks).
+        hidden_states_scale: [n, scale_row] where the dispatch format has scales.
+        runtime_max_tokens_per_rank: the largest n over the ranks in this round, equal on all of
+            them; becomes tokens_per_rank. None: `params.max_tokens_per_rank`.
+        eplb_local_stats: [eplb_stats_num_experts] int32, gathered from all ranks; needs that
+            setting.
+
+        Raises TypeError (dtype), MoEEpConfigError (shape, device, size) and MoEEpStateError before
+        anything is sent.
+        Raises MoEEpConfigError on all ranks if they disagree about the round, which is then closed.
+        Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is then
+        broken.
+        """
+        return self._run_dispatch(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+        )
+
+    def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
+        """Bring the partial rows back to their source ranks and sum them. Collective.
+
+        expert_output: [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank,
+            hidden_size] in `params.token_dtype` on `device`; row i belongs to received row i, rows
+            without a token are never read.
+        output: [n, hidden_size], same dtype and device, written and returned when given; else a new
+            tensor is returned.
+
+        Every token's rows are added in float32 in ascending order of the owning rank and rounded
+        once; a token that went nowhere is exact +0.0, a NaN is the dtype's canonical quiet NaN.
+
+        Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
+        still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
+        (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
+        does not answer in `timeout_sec`.
+        """
+        return self._run_combine(expert_output, output=output)
+
+    def get_combine_input_buffer(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Return library memory for the expert output; handing it to combine saves a copy.
+
+        [ep_size * tokens_per_rank, hidden_size], or None where a backend has none. Only between
+        dispatch and combine.
+
+        dtype: `params.token_dtype`, or None for it.
+        """
+        self._require(_DISPATCHED, "get_combine_input_buffer")
+        if dtype is not None:
+            checks.check_combine_input_dtype("dtype", self.params, dtype)
+        return self._combine_input_buffer()
+
+    def check(self) -> None:
+        """Wait for the device and raise what it recorded: MoEEpTimeoutError, MoEEpInputError.
+
+        Not collective. Raises MoEEpStateError after destroy or on a broken object.
+        """
+        self._require_alive("check")
+        try:
+            self._check()
+        except Exception as exc:
+            self._settle(exc, self._state)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of memory that this object holds between calls on this rank."""
+        return 0
+
+    def destroy(self) -> None:
+        """Free what the object holds. Collective, idempotent.
+
+        Also legal in the middle of a round and on a broken object.
+        """
+        if self._state == _DESTROYED:
+            return
+        try:
+            self._destroy()
+        finally:
+            self._state = _DESTROYED
+
+    def __enter__(self) -> Self:
+        self._require_alive("__enter__")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(ep_rank={self.ep_rank}, ep_size={self.ep_size}, "
+            f"device={self.device}, state={self._state!r}, {self.params})"
+        )
+
+    # ---------------------------------------------------------------- hooks of a backend
+
+    @abc.abstractmethod
+    def _dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        *,
+        hidden_states_scale: Tensor | None,
+        tokens_per_rank: int,
+        eplb_local_stats: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> MoEEpDispatchResult:
+        """Exchange the tokens. Arguments are checked and may be non-contiguous; `tokens_per_rank`
+        is this round's.
+
+        Raises MoEEpConfigError after closing the round on all ranks if they disagree about it.
+        """
+
+    @abc.abstractmethod
+    def _combine(
+        self,
+        expert_output: Tensor,
+        *,
+        num_tokens: int,
+        tokens_per_rank: int,
+        output: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> Tensor:
+        """Return the sums [num_tokens, hidden_size]; in `output`, which is then returned, if it is
+        given.
+
+        expert_output: checked, [ep_size * tokens_per_rank, hidden_size], may be non-contiguous.
+        A MoEEpInputError is raised last, when the exchange is done: it closes the round. Any other
+            MoEEpError but
+        MoEEpTimeoutError means that nothing was exchanged: the round stays open.
+        """
+
+    def _check(self) -> None:  # noqa: B027  (a backend may have nothing to check)
+        """Wait for the device, then raise and clear what it recorded."""
+
+    def _combine_input_buffer(self) -> Tensor | None:
+        """Return combine's zero-copy input, [ep_size * tokens_per_rank, hidden_size], if any."""
+        return None
+
+    def _destroy(self) -> None:  # noqa: B027  (or nothing to free)
+        """Free everything. Called once. Peers may be dead if `self._state` is broken: wait for
+        nobody then."""
+
+    # ---------------------------------------------------------------- the state machine
+
+    def _run_dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        *,
+        hidden_states_scale: Tensor | None,
+        runtime_max_tokens_per_rank: int | None,
+        eplb_local_stats: Tensor | None,
+        active_rank_mask: Tensor | None = None,
+    ) -> MoEEpDispatchResult:
+        self._require(_IDLE, "dispatch")
+        tokens_per_rank = checks.check_dispatch(
+            self.params,
+            self._row_format,
+            device=self.device,
+            ep_rank=self.ep_rank,
+            extra_payload_bytes_per_token=self._extra_payload_bytes,
+            eplb_stats_num_experts=self._eplb_stats_num_experts,
+            hidden_states=hidden_states,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+        )
+        # Broken until the hook returns: an interrupt leaves the peers in another round.
+        self._state = _BROKEN
+        try:
+            result = self._dispatch(
+                hidden_states,
+                topk_ids,
+                topk_weights,
+                hidden_states_scale=hidden_states_scale,
+                tokens_per_rank=tokens_per_rank,
+                eplb_local_stats=eplb_local_stats,
+                active_rank_mask=active_rank_mask,
+            )
+        except Exception as exc:
+            self._settle(exc, _IDLE)
+        self._num_tokens = hidden_states.shape[0]
+        self._tokens_per_rank = tokens_per_rank
+        self._state = _DISPATCHED
+        return result
+
+    def _run_combine(
+        self,
+        expert_output: Tensor,
+        *,
+        output: Tensor | None,
+        active_rank_mask: Tensor | None = None,
+    ) -> Tensor:
+        self._require(_DISPATCHED, "combine")
+        rows = checks.check_combine(
+            self.params,
+            device=self.device,
+            ep_size=self.ep_size,
+            num_tokens=self._num_tokens,
+            tokens_per_rank=self._tokens_per_rank,
+            expert_output=expert_output,
+            output=output,
+        )
+        self._state = _BROKEN
+        try:
+            combined = self._combine(
+                rows,
+                num_tokens=self._num_tokens,
+                tokens_per_rank=self._tokens_per_rank,
+                output=output,
+                active_rank_mask=active_rank_mask,
+            )
+        except Exception as exc:
+            self._settle(exc, _DISPATCHED)
+        self._state = _IDLE
+        return combined
+
+    def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
+        """Raise what a hook's exception means and set the state that it leaves behind."""
+        error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
+        if error is None or isinstance(error, MoEEpTimeoutError):
+            self._state = _BROKEN
+            self._broken_by = str(exc if error is None else error)
+            raise exc if error is None else error from None
+        # A recorded id is raised when combine's exchange is done, which closes the round.
+        closes_round = isinstance(error, MoEEpInputError) and self._state == _BROKEN
+        self._state = _IDLE if closes_round else state_if_alive
+        raise error from None
+
+    def _require(self, state: str, call: str) -> None:
+        self._require_alive(call)
+        if self._state == state:
+            return
+        if self._state == _DISPATCHED:
+            problem = f"{call} while a round is open: call combine before the next dispatch"
+        else:
+            problem = f"{call} without an open round: call dispatch first"
+        raise MoEEpStateError(f"{problem} (backend {self.backend_name}, rank {self.ep_rank}).")
+
+    def _require_alive(self, call: str) -> None:
+        if self._state == _DESTROYED:
+            raise MoEEpStateError(
+                f"{call} after destroy (backend {self.backend_name}, rank {self.ep_rank}): "
+                "create a new communication."
+            )
+        if self._state == _BROKEN:
+            raise MoEEpStateError(
+                f"{call} on a broken communication (backend {self.backend_name}, rank "
+                f"{self.ep_rank}): "
+                f"destroy it and re-create it on all ranks. It broke because: {self._broken_by}"
+            )

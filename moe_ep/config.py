@@ -1,0 +1,47 @@
+"""Which settings does every backend have?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from moe_ep.collectives import as_comm_backend
+from moe_ep.errors import MoEEpConfigError
+
+MAX_TIMEOUT_SEC = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """Settings of a backend. A backend's own config derives from this and sets `backend_name`.
+
+    comm_backend: what the group agrees over (`get_rank`, `get_size`, `allgather`, `barrier`; an
+        mpi4py communicator is accepted); None: torch.distributed over the bootstrap's group. Its
+        size and rank must be the bootstrap's.
+    timeout_sec: 1..86400, the seconds of wall clock that one call waits for a peer.
+
+    Fields declared with `field(compare=False)` may differ between the ranks of a group; the others
+    must not.
+    """
+
+    backend_name: ClassVar[str]
+
+    comm_backend: Any = field(default=None, compare=False)
+    timeout_sec: int = field(default=300, compare=False)
+
+    def __post_init__(self) -> None:
+        require_int_in_range("timeout_sec", self.timeout_sec, 1, MAX_TIMEOUT_SEC)
+        if self.comm_backend is not None:
+            as_comm_backend(self.comm_backend)
+
+    def group_wide_settings(self) -> dict[str, object]:
+        """Return the settings that must be equal on every rank of the group."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+
+
+def require_int_in_range(name: str, value: object, low: int, high: int) -> None:
+    """Raise TypeError unless `value` is an int, MoEEpConfigError unless `low <= value <= high`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__}).")
+    if not low <= value <= high:
+        raise MoEEpConfigError(f"{name} must be {low}..{high}, got {value}.")

@@ -1,0 +1,75 @@
+"""Which exceptions does the library raise, and what does each say about the object that raised it?
+
+Arguments of the wrong type or dtype raise the built-in `TypeError`, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class MoEEpError(Exception):
+    """Base of every error of this library."""
+
+
+class MoEEpConfigError(MoEEpError, ValueError):
+    """A value, shape or setting is wrong, or the ranks of the group disagree about one."""
+
+
+class MoEEpPlatformError(MoEEpError, RuntimeError):
+    """The backend cannot run here. Names each rank's reason and is raised on all ranks together."""
+
+
+class MoEEpStateError(MoEEpError, RuntimeError):
+    """The call does not fit the object's state.
+
+    Combine before dispatch, dispatch twice, use after destroy or after a failure.
+    """
+
+
+class MoEEpTimeoutError(MoEEpError, RuntimeError):
+    """A peer did not answer in `timeout_sec`, or its connection broke. The object is broken."""
+
+
+class MoEEpInputError(MoEEpError, RuntimeError):
+    """Values inside a tensor were wrong: expert ids outside `[0, num_experts)`. They were skipped."""
+
+
+# Ops know no Python types: they raise RuntimeError whose message starts with one of these names
+# and ": ".
+_RAISED_BY_OPS: dict[str, type[MoEEpError]] = {
+    cls.__name__: cls
+    for cls in (
+        MoEEpConfigError,
+        MoEEpPlatformError,
+        MoEEpStateError,
+        MoEEpTimeoutError,
+        MoEEpInputError,
+    )
+}
+
+
+def translate_op_error(exc: BaseException) -> MoEEpError | None:
+    """Return the typed error that an op's exception stands for, or None if it stands for none.
+
+    An op's message is "MoEEpTimeoutError: rank 0 waited ..."; the returned error's message is what
+    follows the name, without the C++ stack that torch may append.
+    """
+    name, found, message = str(exc).partition(": ")
+    cls = _RAISED_BY_OPS.get(name)
+    if cls is None or not found:
+        return None
+    return cls(message.partition("\nException raised from ")[0])
+
+
+@contextmanager
+def raise_typed_errors() -> Iterator[None]:
+    """Raise the typed error in place of an op's RuntimeError that stands for one."""
+    try:
+        yield
+    except RuntimeError as exc:
+        error = translate_op_error(exc)
+        if error is None:
+            raise
+        raise error from None

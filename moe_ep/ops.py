@@ -1,0 +1,136 @@
+"""What does torch know of the library? Loads the op library, and gives its ops their fake implementations.
+
+The ops live in `torch.ops.moe_ep`; their schemas stand in csrc/ops/library.cpp. Fakes derive shapes, dtypes and strides
+from shapes alone, so that a round traces into one graph. `geometry` is `Geometry.fields()` of `moe_ep._native`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from moe_ep import _native
+
+_library = find_spec("moe_ep._ops")
+if _library is None or _library.origin is None:
+    raise ImportError(
+        "moe_ep._ops is not built. In a checkout: python setup.py build_ext --inplace. "
+        "To install: pip install --no-build-isolation ."
+    )
+torch.ops.load_library(_library.origin)
+
+
+@torch.library.register_fake("moe_ep::cake_initialize")
+def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::cake_dispatch")
+def _(
+    workspace: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    payloads: list[Tensor],
+    eplb_local_stats: Tensor | None,
+    active_rank_mask: Tensor | None,
+    geometry: list[int],
+    ep_rank: int,
+    invalid_expert_id: int,
+    tokens_per_rank: int,
+    timeout_sec: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ep_size, top_k = workspace.shape[0], topk_ids.shape[1]
+    rows = ep_size * tokens_per_rank
+    return (
+        topk_ids.new_empty((rows, top_k), dtype=torch.int32),
+        topk_ids.new_empty((rows, top_k if topk_weights is not None else 0), dtype=torch.float32),
+        topk_ids.new_empty((ep_size,), dtype=torch.int32),
+        topk_ids.new_empty(
+            (ep_size if eplb_local_stats is not None else 0, geometry[6]), dtype=torch.int32
+        ),
+    )
+
+
+@torch.library.register_fake("moe_ep::cake_received_rows")
+def _(
+    workspace: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    tokens_per_rank: int,
+    row_bytes: list[int],
+    index: int,
+) -> Tensor:
+    return workspace.new_empty((workspace.shape[0] * tokens_per_rank, row_bytes[index]))
+
+
+@torch.library.register_fake("moe_ep::cake_combine")
+def _(
+    workspace: Tensor,
+    expert_output: Tensor | None,
+    active_rank_mask: Tensor | None,
+    geometry: list[int],
+    ep_rank: int,
+    num_tokens: int,
+    tokens_per_rank: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    timeout_sec: int,
+) -> Tensor:
+    return workspace.new_empty((num_tokens, hidden_size), dtype=dtype)
+
+
+@torch.library.register_fake("moe_ep::cake_combine_out")
+def _(
+    workspace: Tensor,
+    expert_output: Tensor | None,
+    active_rank_mask: Tensor | None,
+    geometry: list[int],
+    ep_rank: int,
+    tokens_per_rank: int,
+    timeout_sec: int,
+    output: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::cake_combine_quantized")
+def _(
+    workspace: Tensor,
+    expert_output: Tensor | None,
+    active_rank_mask: Tensor | None,
+    geometry: list[int],
+    ep_rank: int,
+    num_tokens: int,
+    tokens_per_rank: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    timeout_sec: int,
+    format: int,
+    scale_layout: int,
+    scalar_scale: float,
+) -> tuple[Tensor, Tensor]:
+    quant_format, layout = _native.QuantFormat(format), _native.ScaleLayout(scale_layout)
+    tile = _native.rows_per_scale_tile(layout)
+    scale_rows = (num_tokens + tile - 1) // tile * tile
+    blocks = _native.scales_per_row(quant_format, hidden_size)
+    return (
+        workspace.new_empty((num_tokens, _native.quantized_row_bytes(quant_format, hidden_size))),
+        workspace.new_empty((scale_rows, _native.padded_scale_blocks(layout, blocks))),
+    )
+
+
+@torch.library.register_fake("moe_ep::cake_check")
+def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::sanitize_expert_ids")
+def _(topk_ids: Tensor, recv_token_counts: Tensor, invalid_expert_id: int) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::active_rank_mask")
+def _(ranks: list[int], ep_size: int) -> Tensor:
+    return torch.empty((-(-ep_size // 64),), dtype=torch.uint64)

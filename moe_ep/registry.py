@@ -1,0 +1,177 @@
+"""Which backends are there, and how does a name become a communication?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.collectives import CommBackend
+from moe_ep.communication import MoEEpCommunication
+from moe_ep.config import CommunicationConfig
+from moe_ep.construction import HostIdentity, unsupported_reasons
+from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError
+from moe_ep.params import MoEEpCommParams
+
+AUTO = "auto"
+"""Asks create_communication to choose; no backend can have this name."""
+
+_Communication = TypeVar("_Communication", bound=MoEEpCommunication)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    communication: type[MoEEpCommunication]
+    preference: int
+
+
+_registry: dict[str, _Entry] = {}
+
+
+def register_communication(
+    name: str, *, preference: int = 0
+) -> Callable[[type[_Communication]], type[_Communication]]:
+    """Return a class decorator that registers a backend, also a third party's.
+
+    The class derives from MoEEpCommunication and has a `config_type` whose `backend_name` is
+    `name`.
+    preference: "auto" takes the supported backend with the highest; equal ones in order of
+        registration.
+    Raises MoEEpConfigError where the name is taken by another class or does not fit the config.
+    """
+
+    def register(cls: type[_Communication]) -> type[_Communication]:
+        if name == AUTO:
+            raise MoEEpConfigError(f"name must not be {AUTO!r}, which asks for a choice.")
+        if cls.config_type.backend_name != name:
+            raise MoEEpConfigError(
+                f"{cls.config_type.__name__}.backend_name must be {name!r}, the registered name, "
+                f"got {cls.config_type.backend_name!r}."
+            )
+        taken = _registry.get(name)
+        if taken is not None and taken.communication is not cls:
+            raise MoEEpConfigError(f"name {name!r} is taken by {taken.communication.__name__}.")
+        cls.backend_name = name
+        _registry[name] = _Entry(cls, preference)
+        return cls
+
+    return register
+
+
+def available_communication_backends() -> tuple[str, ...]:
+    """Return the registered names, in the order in which "auto" considers them.
+
+    Says nothing about what this machine supports.
+    """
+    return tuple(sorted(_registry, key=lambda name: -_registry[name].preference))
+
+
+def communication_backend_name(backend: object) -> str:
+    """Return the registered name of a backend given as name, config, config class, communication or
+    its class.
+
+    Raises KeyError listing the names where it is none of the registered ones, TypeError where it
+    has no name at all.
+    """
+    name = backend if isinstance(backend, str) else getattr(backend, "backend_name", None)
+    if not isinstance(name, str):
+        raise TypeError(
+            f"backend must be a name or have a backend_name, got {type(backend).__name__}."
+        )
+    if name not in _registry:
+        known = ", ".join(available_communication_backends())
+        raise KeyError(f"unknown backend {name!r}; registered are: {known}")
+    return name
+
+
+def is_communication_backend(backend: object) -> bool:
+    """Return whether `communication_backend_name` would find it. Never raises."""
+    try:
+        communication_backend_name(backend)
+    except Exception:
+        return False
+    return True
+
+
+def create_communication(
+    bootstrap: BootstrapConfig,
+    params: MoEEpCommParams,
+    backend: str | CommunicationConfig,
+    **options: Any,
+) -> MoEEpCommunication:
+    """Create a communication over the group. Collective.
+
+    backend: a registered name; a config object; or "auto": the group takes the most preferred
+        backend that all ranks support and whose config knows every option.
+    options: settings of the backend's config, as its constructor takes them; none with a config
+        object.
+
+    Raises KeyError listing the names for an unknown one, TypeError for an unknown option,
+    MoEEpConfigError for a wrong value or where the ranks disagree, MoEEpPlatformError (on all
+    ranks, with each rank's reason) where it cannot run.
+    """
+    if backend == AUTO:
+        backend = _choose(bootstrap, options)
+    entry = _registry[communication_backend_name(backend)]
+    config_type = entry.communication.config_type
+    if isinstance(backend, str):
+        unknown = _unknown_options(config_type, options)
+        if unknown:
+            raise TypeError(
+                f"backend {backend!r} has no option {', '.join(unknown)}; "
+                f"it has: {', '.join(_option_names(config_type))}."
+            )
+        config = config_type(**options)
+    elif options:
+        raise TypeError(
+            f"options must not be given with a {type(backend).__name__}, got {', '.join(options)}: "
+            "set them there."
+        )
+    else:
+        config = backend
+    return entry.communication(bootstrap, params, config)
+
+
+def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:
+    """Return the name that the group agrees on. Collective."""
+    candidates = available_communication_backends()
+    device = bootstrap.torch_device
+    comm: CommBackend = bootstrap.comm(
+        options.get("comm_backend"), timeout_sec=options.get("timeout_sec", 300)
+    )
+    mine = {
+        name: _reason_against(_registry[name].communication, device, options) for name in candidates
+    }
+    answers = comm.allgather((mine, HostIdentity.of_this_process()))
+    hosts = [host for _, host in answers]
+    # A backend that only some ranks have registered is none of the group's.
+    everywhere = [name for name in candidates if all(name in reasons for reasons, _ in answers)]
+    table = []
+    for name in everywhere:
+        reasons = unsupported_reasons(
+            _registry[name].communication, [answer[name] for answer, _ in answers], hosts
+        )
+        if reasons is None:
+            return name
+        table.append(f"{name}: {reasons}")
+    raise MoEEpPlatformError(f"no backend can run on this group. {'. '.join(table)}.")
+
+
+def _reason_against(
+    cls: type[MoEEpCommunication], device: Any, options: dict[str, Any]
+) -> str | None:
+    unknown = _unknown_options(cls.config_type, options)
+    if unknown:
+        return f"it has no option {', '.join(unknown)}"
+    return cls.unsupported_reason(device)
+
+
+def _unknown_options(config_type: type[CommunicationConfig], options: dict[str, Any]) -> list[str]:
+    known = _option_names(config_type)
+    return [name for name in options if name not in known]
+
+
+def _option_names(config_type: type[CommunicationConfig]) -> list[str]:
+    return [f.name for f in dataclasses.fields(config_type) if f.init]

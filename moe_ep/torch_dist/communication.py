@@ -1,0 +1,222 @@
+"""How does torch_dist fill the contract? Plainly: pack, all-to-all, unpack, add."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.errors import MoEEpInputError, MoEEpStateError
+from moe_ep.params import MoEEpCommParams
+from moe_ep.registry import register_communication
+from moe_ep.torch_dist.config import TorchDistConfig
+from moe_ep.torch_dist.header import (
+    RoundHeader,
+    pack_headers,
+    require_agreement,
+    unpack_headers,
+)
+from moe_ep.torch_dist.records import as_bytes, pack, unpack_into
+from moe_ep.torch_dist.routing import Routing, owner_of_each_expert, route
+from moe_ep.torch_dist.transport import NUM_TAGS, Transport
+
+
+@dataclass(frozen=True)
+class _OpenRound:
+    """What combine needs of the dispatch before it."""
+
+    routing: Routing
+    recv_counts: list[int]
+
+
+# Below every other backend for "auto": it runs anywhere and is the slowest.
+@register_communication("torch_dist", preference=-1)
+class TorchDistAlltoAll(MoEEpCommunication):
+    """The reference backend, over the bootstrap's torch.distributed group.
+
+    CPU tensors travel over Gloo, CUDA tensors over NCCL. The host takes part in every call and
+    waits for the exchange, so a round can neither be captured in a CUDA graph nor compiled into
+    one. All received tensors are fresh. Nothing is held between rounds. After a MoEEpTimeoutError
+    the process
+    group is as broken as the object: re-create both.
+    """
+
+    config_type = TorchDistConfig
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        params: MoEEpCommParams,
+        config: TorchDistConfig | None = None,
+    ) -> None:
+        """Agree over the group. Collective."""
+        config = TorchDistConfig() if config is None else config
+        super().__init__(
+            bootstrap, params, config, eplb_stats_num_experts=config.eplb_stats_num_experts
+        )
+        # Several objects may share a group: the first rank draws the object's tags for all.
+        tag = NUM_TAGS * self._comm.allgather(1 + secrets.randbelow(2**28))[0]
+        self._transport = Transport(
+            bootstrap.group() if self.ep_size > 1 else None,
+            self.ep_rank,
+            self.ep_size,
+            tag,
+            config.timeout_sec,
+        )
+        self._owners = owner_of_each_expert(params.num_experts, self.ep_size, self.device)
+        self._epoch = 0
+        self._open_round: _OpenRound | None = None
+        self._input_error: str | None = None
+
+    @torch.compiler.disable
+    def _dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        *,
+        hidden_states_scale: Tensor | None,
+        tokens_per_rank: int,
+        eplb_local_stats: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> MoEEpDispatchResult:
+        self._refuse_capture()
+        with self._on_stream():
+            self._epoch += 1
+            self._transport.start_call(self._epoch)
+            routing = route(
+                topk_ids, self._owners, self.ep_size, self.params.invalid_expert_id, self.ep_rank
+            )
+            columns = [hidden_states, hidden_states_scale, routing.ids, topk_weights]
+            recv_counts, stats = self._agree_on_round(
+                routing, columns, tokens_per_rank, eplb_local_stats
+            )
+            records = self._transport.exchange_rows(
+                "dispatch",
+                pack([column for column in columns if column is not None], routing.tokens),
+                routing.send_counts,
+                recv_counts,
+            )
+            received = [self._empty_blocks(column, tokens_per_rank) for column in columns]
+            unpack_into([block for block in received if block is not None], records, recv_counts)
+            self._open_round = _OpenRound(routing, recv_counts)
+            self._input_error = routing.input_error
+            rows, scales, ids, weights = (
+                None if block is None else block.flatten(0, 1) for block in received
+            )
+            assert rows is not None
+            assert ids is not None
+            return MoEEpDispatchResult(
+                hidden_states=rows,
+                topk_ids=ids,
+                topk_weights=weights,
+                tokens_per_rank=tokens_per_rank,
+                hidden_states_scale=scales,
+                eplb_gathered_stats=None if eplb_local_stats is None else stats.to(self.device),
+                recv_token_counts=torch.tensor(
+                    recv_counts, dtype=torch.int32, device=self.device
+                ),
+            )
+
+    @torch.compiler.disable
+    def _combine(
+        self,
+        expert_output: Tensor,
+        *,
+        num_tokens: int,
+        tokens_per_rank: int,
+        output: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> Tensor:
+        self._refuse_capture()
+        assert self._open_round is not None
+        routing, recv_counts = self._open_round.routing, self._open_round.recv_counts
+        with self._on_stream():
+            self._transport.start_call(self._epoch)
+            blocks = expert_output.unflatten(0, (self.ep_size, tokens_per_rank))
+            rows = torch.cat([block[:count] for block, count in zip(blocks, recv_counts,
+            strict=True)]) partials = self._transport.exchange_rows(
+                "combine", as_bytes(rows), recv_counts, routing.send_counts
+            ).view(expert_output.dtype)
+            combined = _sum_by_token(partials, routing, num_tokens)
+            if output is not None:
+                combined = output.copy_(combined)
+        self._open_round = None
+        self._check()
+        return combined
+
+    def _check(self) -> None:
+        message, self._input_error = self._input_error, None
+        if message is not None:
+            raise MoEEpInputError(message)
+
+    def _agree_on_round(
+        self,
+        routing: Routing,
+        columns: list[Tensor | None],
+        tokens_per_rank: int,
+        eplb_local_stats: Tensor | None,
+    ) -> tuple[list[int], Tensor]:
+        """Return the number of rows from each rank, and every rank's statistics. Collective."""
+        rows, scales, _, weights = columns
+        assert rows is not None
+        header = RoundHeader(
+            epoch=self._epoch,
+            num_tokens=rows.shape[0],
+            tokens_per_rank=tokens_per_rank,
+            row_bytes=rows.shape[1] * rows.element_size(),
+            scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
+            has_weights=int(weights is not None),
+            has_stats=int(eplb_local_stats is not None),
+        )
+        no_stats = torch.zeros(self._eplb_stats_num_experts, dtype=torch.int32)
+        stats = no_stats if eplb_local_stats is None else eplb_local_stats.cpu()
+        words = pack_headers(header, routing.send_counts, stats)
+        recv_counts, headers, all_stats = unpack_headers(
+            self._transport.exchange_headers(words, self.device)
+        )
+        require_agreement(headers)
+        return recv_counts, all_stats
+
+    def _empty_blocks(self, column: Tensor | None, tokens_per_rank: int) -> Tensor | None:
+        """Return [ep_size, tokens_per_rank, *] to receive such rows; ids are all invalid."""
+        if column is None:
+            return None
+        shape = (self.ep_size, tokens_per_rank, column.shape[1])
+        if column.dtype == torch.int32:
+            return column.new_full(shape, self.params.invalid_expert_id)
+        return column.new_empty(shape)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        handle = self._bootstrap.stream
+        if handle == 0:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))
+
+    def _refuse_capture(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MoEEpStateError(
+                "torch_dist cannot be captured in a CUDA graph: the host takes part in every call. "
+                "Use a backend with supports_cuda_graph."
+            )
+
+
+def _sum_by_token(partials: Tensor, routing: Routing, num_tokens: int) -> Tensor:
+    """Return [num_tokens, hidden_size]: the sums of the partial rows, rounded once.
+
+    partials: [sum(send_counts), hidden_size], in the order of `routing.tokens`.
+    """
+    total = partials.new_zeros((num_tokens, partials.shape[1]), dtype=torch.float32)
+    counts = routing.send_counts
+    # One owner after the other fixes the order of the additions; a token is at most once in each.
+    for tokens, rows in zip(routing.tokens.split(counts), partials.split(counts), strict=True):
+        total.index_add_(0, tokens, rows.float())
+    inf = float("inf")
+    # Makes every NaN the canonical one, whatever its sign and payload; infinities stay.
+    return total.to(partials.dtype).nan_to_num_(nan=float("nan"), posinf=inf, neginf=-inf)

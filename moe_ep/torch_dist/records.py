@@ -1,0 +1,35 @@
+"""How does a token travel? As one record of bytes: value row, scale row, ids, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return [n, c] of any dtype as [n, bytes] uint8, without a copy where it is contiguous."""
+    return rows.contiguous().view(torch.uint8)
+
+
+def pack(columns: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    """Return [len(tokens), bytes] uint8, contiguous: the chosen rows of all columns side by side.
+
+    columns: [n, *] each, of any dtype.
+    """
+    record = torch.cat([as_bytes(column) for column in columns], dim=1)
+    return record.index_select(0, tokens)
+
+
+def unpack_into(columns: Sequence[Tensor], records: Tensor, counts: list[int]) -> None:
+    """Write the records of each source to the first rows of its block, column by column.
+
+    columns: [ep_size, tokens_per_rank, *] each, contiguous; records: [sum(counts), bytes] uint8 in
+    rank order.
+    """
+    blocks = [column.view(torch.uint8) for column in columns]
+    widths = [block.shape[2] for block in blocks]
+    for source, source_records in enumerate(records.split(counts)):
+        for block, part in zip(blocks, source_records.split(widths, dim=1), strict=True):
+            block[source, : counts[source]].copy_(part)

@@ -1,0 +1,171 @@
+"""Builds the two extensions of moe_ep. Project metadata lives in pyproject.toml.
+
+moe_ep._ops     the torch ops, on torch's stable ABI: loaded by torch.ops.load_library and bound to
+                no Python version
+moe_ep._native  the pybind11 control plane (memory objects, layout queries)
+
+Environment: MAX_JOBS (parallel compilations, default 2), CXX, CUDA_HOME, TORCH_CUDA_ARCH_LIST.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+
+# Every source by name: what is built does not depend on what happens to lie in the tree.
+# tools/check_sources.py (make lint) tells when a list and its folders disagree.
+OPS_SOURCES = [
+    "csrc/cake/combine.cpp",
+    "csrc/cake/dispatch.cpp",
+    "csrc/cake/initialize.cpp",
+    "csrc/cake/reduce_rows.cpp",
+    "csrc/ops/cake_combine.cpp",
+    "csrc/ops/cake_dispatch.cpp",
+    "csrc/ops/cake_workspace.cpp",
+    "csrc/ops/expert_ids.cpp",
+    "csrc/ops/library.cpp",
+    "csrc/ops/workspace_args.cpp",
+]
+OPS_CUDA_SOURCES = []
+NATIVE_SOURCES = [
+    "csrc/bindings/layout.cpp",
+    "csrc/bindings/memory.cpp",
+    "csrc/bindings/module.cpp",
+    "csrc/memory/address_range.cpp",
+    "csrc/memory/available_memory.cpp",
+    "csrc/memory/fd_channel.cpp",
+    "csrc/memory/file_descriptor.cpp",
+    "csrc/memory/handle_exchange.cpp",
+    "csrc/memory/host_memory.cpp",
+    "csrc/memory/mapping.cpp",
+    "csrc/memory/physical_allocation.cpp",
+    "csrc/memory/segmented_memory.cpp",
+]
+
+CUDA_ARCHITECTURES = "9.0;10.0;10.3+PTX"
+# -Wno-psabi: the vector types of cake never cross a function that is not inlined.
+WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *WARNINGS]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
+# Only what torch 2.11 already had: one library then serves every later torch.
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+
+
+def stop(message):
+    """End the build with a message that says what to do."""
+    sys.exit(f"\nmoe_ep cannot be built: {message}\n")
+
+
+def check_compiler():
+    """The compiler ($CXX or c++) must know C++20, its standard library included."""
+    compiler = os.environ.setdefault("CXX", "c++").split()
+    advice = "Install GCC 11 or Clang 14 or newer, or name one: CXX=/path/to/g++"
+    if shutil.which(compiler[0]) is None:
+        stop(f"no C++ compiler: {compiler[0]!r} is not on the PATH. {advice}")
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder, "probe.cpp")
+        probe.write_text("#include <bit>\n#include <concepts>\n#include <span>\nint main() {}\n")
+        command = [*compiler, "-std=c++20", "-fsyntax-only", str(probe)]
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        stop(f"{' '.join(compiler)} does not compile C++20. {advice}\n{result.stderr}")
+
+
+def find_cuda_home():
+    """The folder of the CUDA toolkit (it has bin/nvcc and include/cuda.h), or None.
+
+    Torch goes by where `nvcc` lies, which misleads it if that is a wrapper script; nvcc knows.
+    """
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    if nvcc := shutil.which("nvcc"):
+        dry_run = [nvcc, "-v", "--dryrun", "-E", "-x", "cu", os.devnull]
+        said = subprocess.run(dry_run, capture_output=True, text=True).stderr
+        candidates += re.findall(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+        candidates.append(Path(nvcc).resolve().parent.parent)
+    candidates.append("/usr/local/cuda")
+    for folder in (Path(c).resolve() for c in candidates if c):
+        if (folder / "bin" / "nvcc").exists() and (folder / "include" / "cuda.h").exists():
+            return folder
+    return None
+
+
+def why_no_cuda(torch_cuda, cuda_home):
+    """None if CUDA sources can be compiled for this torch, else the reason. Asks for no GPU."""
+    if torch_cuda is None:
+        return "this torch has none"
+    if cuda_home is None:
+        return "no toolkit found (CUDA_HOME can name the folder with bin/nvcc and include/cuda.h)"
+    version = [cuda_home / "bin" / "nvcc", "--version"]
+    said = subprocess.run(version, capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    if release and release[1] != torch_cuda.split(".")[0]:
+        return f"torch has CUDA {torch_cuda}, but {cuda_home} is {release[1]}.{release[2]}"
+    return None
+
+
+def extensions():
+    """The extensions for the torch that is installed, and the command that builds them."""
+    cuda_home = find_cuda_home()
+    if cuda_home:
+        os.environ["CUDA_HOME"] = str(cuda_home)  # cpp_extension looks once, when it is imported
+    import torch
+    from setuptools import Extension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    no_cuda = why_no_cuda(torch.version.cuda, cuda_home)
+    print(f"moe_ep: torch {torch.__version__}, CUDA: {f'no, {no_cuda}' if no_cuda else cuda_home}")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    os.environ.setdefault("MAX_JOBS", "2")
+    # Before the libraries, where it works: those that no object needs are not asked for at import.
+    os.environ["LDFLAGS"] = f"-Wl,--as-needed {os.environ.get('LDFLAGS', '')}"
+
+    torch_headers = ["-isystem", os.path.join(torch.__path__[0], "include")]  # with its pybind11
+    headers = sorted(str(header) for header in ROOT.glob("csrc/**/*.h"))
+    ops = (CppExtension if no_cuda else CUDAExtension)(
+        "moe_ep._ops",
+        OPS_SOURCES if no_cuda else OPS_SOURCES + OPS_CUDA_SOURCES,
+        extra_compile_args={
+            "cxx": [*CXX_FLAGS, STABLE_ABI, *torch_headers],
+            "nvcc": [*NVCC_FLAGS, STABLE_ABI, *torch_headers],
+        },
+        include_dirs=[str(ROOT / "csrc")],
+        depends=headers,
+        py_limited_api=True,
+    )
+    native = Extension(
+        "moe_ep._native",
+        NATIVE_SOURCES,
+        extra_compile_args=[*CXX_FLAGS, *torch_headers],
+        include_dirs=[str(ROOT / "csrc")],
+        depends=headers,
+        language="c++",
+    )
+    return [ops, native], BuildExtension
+
+
+def main():
+    """What pip and `python setup.py` run."""
+    if not sys.platform.startswith("linux"):
+        stop(f"it runs on Linux only (memfd, futex), and this is {sys.platform}")
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        stop(
+            "torch is not importable here. The extensions are built against the torch that they\n"
+            "will run with, so pip must not isolate the build. Install torch >= 2.11, then type:\n"
+            "\n    pip install --no-build-isolation .\n"
+        )
+    check_compiler()
+    from setuptools import setup
+
+    ext_modules, build_ext = extensions()
+    setup(ext_modules=ext_modules, cmdclass={"build_ext": build_ext})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs the op library that was built for one torch under another one: check_abi.sh PYTHON TORCH_VERSION
+# Nothing is compiled here. PYTHON is the one that the extensions in moe_ep were built with.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(command -v "$1")
+version=$2
+environment=build/abi-environment
+
+installed_in() { "$1" -c 'from importlib.metadata import version; print(version("torch"))'; }
+
+built_with=$(installed_in "$python")
+if [[ "${built_with%%+*}" == "$version" ]]; then
+  echo "skipped: the library was built with torch $version itself (make check-abi ABI_TORCH=... names another)"
+  exit 0
+fi
+if [[ ! -e $environment/complete ]]; then
+  "$python" -m venv "$environment"
+  if ! "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$version" numpy; then
+    echo "skipped: pip cannot install torch $version here"
+    exit 0
+  fi
+  touch "$environment/complete"
+fi
+echo "built with torch $built_with, run with torch $(installed_in "$environment/bin/python"):"
+sha256sum moe_ep/_ops.abi3.so
+PYTHONPATH=$PWD "$environment/bin/python" examples/dispatch_combine.py
