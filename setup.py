@@ -148,18 +148,34 @@ def extensions():
     return [ops, native], BuildExtension
 
 
-def main():
-    """What pip and `python setup.py` run."""
+def check_environment():
+    """What pyproject.toml asks for, checked here: pip does not when it does not isolate builds."""
     if not sys.platform.startswith("linux"):
-        stop(f"it runs on Linux only (memfd, futex), and this is {sys.platform}")
+        stop(f"it runs on Linux only (memfd, futex), and this is {sys.platform}.")
+    if sys.version_info < (3, 10):  # noqa: UP036 (pip runs this file before it looks)
+        stop(f"Python 3.10 or newer is needed, and {sys.executable} is {sys.version.split()[0]}.")
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError:
         stop(
-            "torch is not importable here. The extensions are built against the torch that they\n"
-            "will run with, so pip must not isolate the build. Install torch >= 2.11, then type:\n"
-            "\n    pip install --no-build-isolation .\n"
+            "torch is not importable here. The extensions are compiled against the torch that\n"
+            "they will run with, so pip must not isolate the build. Install torch >= 2.11, then\n"
+            "type:\n\n    pip install --no-build-isolation .\n"
         )
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        stop(f"torch 2.11 or newer is needed, and {torch.__version__} is installed.")
+    import setuptools
+
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        stop(
+            f"setuptools {setuptools.__version__} is too old. Type\n\n"
+            f"    {sys.executable} -m pip install 'setuptools>=77.0.3'\n"
+        )
+
+
+def main():
+    """What pip and `python setup.py` run."""
+    check_environment()
     check_compiler()
     from setuptools import setup
 

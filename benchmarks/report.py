@@ -79,7 +79,7 @@ def table(results: list[CaseResult]) -> str:
                     _number(record["round_us"]["median"]),
                     _number(record["round_us"]["p99"]),
                     f"{record['gb_per_s']:.2f}",
-                    f"{record['share_of_memcpy']:.0%}",
+                    _share(record["share_of_memcpy"]),
                     f"{times:.2f}" if times else "",
                 ]
             )
@@ -90,7 +90,7 @@ def _figures_of(
     timing: Timing, result: CaseResult, memcpy: Timing, baseline: Timing | None
 ) -> dict[str, Any]:
     median = timing.round_us.median
-    compared = baseline is not None and timing.name != MEMCPY
+    compared = None if timing.name == MEMCPY else baseline
     return {
         "backend": timing.name,
         "rounds": timing.rounds,
@@ -99,12 +99,16 @@ def _figures_of(
         "round_us": asdict(timing.round_us),
         "gb_per_s": result.physical_bytes.round / median / 1e3,
         "share_of_memcpy": memcpy.round_us.median / median,
-        "times_faster_than_baseline": baseline.round_us.median / median if compared else None,
+        "times_faster_than_baseline": compared.round_us.median / median if compared else None,
     }
 
 
 def _number(microseconds: float) -> str:
     return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
 def _aligned(lines: list[list[str]], cases_of: list[int]) -> str:

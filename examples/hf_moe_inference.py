@@ -22,6 +22,7 @@ import os
 import torch.distributed as dist
 from hf_moe.options import parse_options
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
@@ -46,8 +47,13 @@ def start_ranks(options: argparse.Namespace) -> int:
         torchrun.main(["--standalone", f"--nproc-per-node={options.ranks}", __file__, *arguments])
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode)
+    except SignalException as error:  # Ctrl-C, for one; torchrun has ended the ranks
+        return 128 + int(error.sigval)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

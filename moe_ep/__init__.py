@@ -19,6 +19,7 @@ from moe_ep.registry import (
     available_communication_backends,
     communication_backend_name,
     create_communication,
+    estimate_workspace_bytes,
     is_communication_backend,
     register_communication,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "available_communication_backends",
     "communication_backend_name",
     "create_communication",
+    "estimate_workspace_bytes",
     "expert_partition",
     "is_communication_backend",
     "register_communication",

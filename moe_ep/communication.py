@@ -245,9 +245,16 @@ class MoEEpCommunication(abc.ABC):
         except Exception as exc:
             self._settle(exc, self._state)
 
+    @classmethod
+    def estimate_workspace_bytes(
+        cls, params: MoEEpCommParams, ep_size: int, config: CommunicationConfig
+    ) -> int:
+        """Return the `workspace_bytes` of each rank's object before anything is allocated."""
+        return 0
+
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of memory that this object holds between calls on this rank."""
+        """Bytes of memory that this object holds between rounds on this rank."""
         return 0
 
     def destroy(self) -> None:
@@ -411,10 +418,14 @@ class MoEEpCommunication(abc.ABC):
     def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
         """Raise what a hook's exception means and set the state that it leaves behind."""
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
-        if error is None or isinstance(error, MoEEpTimeoutError):
+        if error is None:
             self._state = _BROKEN
-            self._broken_by = str(exc if error is None else error)
-            raise exc if error is None else error from None
+            self._broken_by = f"{type(exc).__name__}: {exc}"
+            raise exc
+        if isinstance(error, MoEEpTimeoutError):
+            self._state = _BROKEN
+            self._broken_by = str(error)
+            raise error from None
         # A recorded id is raised when combine's exchange is done, which closes the round.
         closes_round = isinstance(error, MoEEpInputError) and self._state == _BROKEN
         self._state = _IDLE if closes_round else state_if_alive

@@ -33,7 +33,7 @@ class MoEEpTimeoutError(MoEEpError, RuntimeError):
 
 
 class MoEEpInputError(MoEEpError, RuntimeError):
-    """Values inside a tensor were wrong: expert ids outside `[0, num_experts)`. They were skipped."""
+    """Values inside a tensor were wrong: expert ids outside `[0, num_experts)`, now skipped."""
 
 
 # Ops know no Python types: they raise RuntimeError whose message starts with one of these names

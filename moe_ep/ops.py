@@ -1,7 +1,9 @@
-"""What does torch know of the library? Loads the op library, and gives its ops their fake implementations.
+"""What does torch know of the library? Loads the op library, and gives its ops their fake
+implementations.
 
-The ops live in `torch.ops.moe_ep`; their schemas stand in csrc/ops/library.cpp. Fakes derive shapes, dtypes and strides
-from shapes alone, so that a round traces into one graph. `geometry` is `Geometry.fields()` of `moe_ep._native`.
+The ops live in `torch.ops.moe_ep`; their schemas stand in csrc/ops/library.cpp. Fakes derive
+shapes, dtypes and strides from shapes alone, so that a round traces into one graph. `geometry` is
+`Geometry.fields()` of `moe_ep._native`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def exchange(
     tag: int,
     deadline: Deadline,
 ) -> None:
-    """Send `outgoing[p]` to group rank p and receive `incoming[p]` from it, for every p. Collective.
+    """Send `outgoing[p]` to group rank p, receive `incoming[p]` from it, for all p. Collective.
 
     Contiguous CPU tensors, one per rank; a peer's incoming is as long as what it sends. Empty ones
     are not sent, and this rank's own entry is copied. All ranks of the group exchange with the same

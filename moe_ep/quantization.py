@@ -27,7 +27,7 @@ from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import QuantFormat, row_format
 
 BLOCK_FORMATS = (QuantFormat.MXFP8, QuantFormat.MXFP4, QuantFormat.NVFP4)
-"""What combine can hand out, in the order in which csrc/core/quant_formats.h numbers them."""
+"""What combine can hand out besides unquantised rows."""
 
 _BLOCK_SIZE = {QuantFormat.MXFP8: 32, QuantFormat.MXFP4: 32, QuantFormat.NVFP4: 16}
 _LARGEST_ELEMENT = {QuantFormat.MXFP8: 448.0, QuantFormat.MXFP4: 6.0, QuantFormat.NVFP4: 6.0}
@@ -36,17 +36,17 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class ScaleLayout(enum.Enum):
-    """Where the scales of a matrix lie. Values are the numbers of csrc/core/scale_layout.h.
+    """Where the scales of a matrix lie.
 
     The swizzled layouts are cut into tiles of 128 or 8 rows by 4 blocks, one after another along a
     group of rows. They pad rows to whole tiles and blocks to a multiple of 4, with zero bytes.
     """
 
-    LINEAR = 0
+    LINEAR = "linear"
     """[row][block]"""
-    SWIZZLE_128x4 = 1
+    SWIZZLE_128x4 = "128x4"
     """[row // 128][block // 4][row % 32][row // 32 % 4][block % 4], as cuBLAS reads it."""
-    SWIZZLE_8x4 = 2
+    SWIZZLE_8x4 = "8x4"
     """[row // 8][block // 4][row % 8][block % 4]"""
 
 

@@ -1,11 +1,14 @@
-"""What dispatch and combine mean: the whole exchange in plain torch on the inputs of all ranks at once.
+"""What do dispatch and combine mean? The whole exchange in plain torch, on the inputs of all ranks.
 
-This is the oracle of the tests and the shortest exact statement of the contract. It shares no code with the backends:
-it sees every rank's tensors as a list indexed by rank, and moves rows by indexing. A round reads
+This is the oracle of the tests and the shortest exact statement of the contract. It shares no code
+with the backends: it sees every rank's tensors as a list indexed by rank, and moves rows by
+indexing. A round reads
 
     sent = reference_dispatch(params, ep_size, hidden_states, topk_ids, topk_weights)
     partial = [evaluate_experts(params, ep_size, rank, sent[rank]) for rank in range(ep_size)]
-    combined = reference_combine(params, ep_size, topk_ids, partial, tokens_per_rank=sent[0].tokens_per_rank)
+    combined = reference_combine(
+        params, ep_size, topk_ids, partial, tokens_per_rank=sent[0].tokens_per_rank
+    )
 
 Everything here is exact: a backend must give the same bits.
 """
@@ -20,17 +23,22 @@ from torch import Tensor
 
 from moe_ep.params import MoEEpCommParams
 
+Expert = Callable[[int, Tensor], Tensor]
+"""From an expert's number and [rows, hidden_size] float32 to the same shape."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceDispatch:
-    """What one rank receives. Rows are rank-major: row `s * tokens_per_rank + i` is the i-th token that rank s sent here.
+    """What one rank receives. Rows are rank-major: row `s * tokens_per_rank + i` is the i-th token
+    that rank s sent here.
 
-    hidden_states: [ep_size * tokens_per_rank, row], the rows as they were sent; rows without a token are zero here and
-        unspecified in a backend.
+    hidden_states: [ep_size * tokens_per_rank, row], the rows as they were sent; rows without a
+        token are zero here and unspecified in a backend.
     hidden_states_scale: [ep_size * tokens_per_rank, scale row] or None, likewise.
-    topk_ids: [ep_size * tokens_per_rank, top_k] int32 global expert ids. A slot that names no expert, and every slot of
-        a row without a token, is `invalid_expert_id`.
-    topk_weights: [ep_size * tokens_per_rank, top_k] float32 or None; unspecified in rows without a token.
+    topk_ids: [ep_size * tokens_per_rank, top_k] int32 global expert ids. A slot that names no
+        expert, and every slot of a row without a token, is `invalid_expert_id`.
+    topk_weights: [ep_size * tokens_per_rank, top_k] float32 or None; unspecified in rows without a
+        token.
     recv_token_counts: [ep_size] int32, how many tokens came from each rank.
     eplb_gathered_stats: [ep_size, E'] int32 or None.
     """
@@ -45,18 +53,24 @@ class ReferenceDispatch:
 
 
 def expert_owners(num_experts: int, ep_size: int) -> Tensor:
-    """[num_experts] int64: the rank of each expert. Contiguous blocks; the first `E % R` ranks own one expert more."""
+    """[num_experts] int64: the rank of each expert. Contiguous blocks; the first `E % R` ranks own
+    one expert more.
+    """
     shares = [num_experts // ep_size + (rank < num_experts % ep_size) for rank in range(ep_size)]
     return torch.repeat_interleave(torch.arange(ep_size), torch.tensor(shares))
 
 
 def names_an_expert(params: MoEEpCommParams, topk_ids: Tensor) -> Tensor:
-    """Bool, shaped as topk_ids: the slots that send something. All others are padding or input errors."""
+    """Bool, shaped as topk_ids: the slots that send something. All others are padding or input
+    errors.
+    """
     return (topk_ids >= 0) & (topk_ids < params.num_experts)
 
 
 def input_errors(params: MoEEpCommParams, topk_ids: Tensor) -> list[tuple[int, int, int]]:
-    """The (token, slot, id) of every id that is neither an expert, nor negative, nor `invalid_expert_id`."""
+    """The (token, slot, id) of every id that is neither an expert, nor negative, nor
+    `invalid_expert_id`.
+    """
     padding = (topk_ids < 0) | (topk_ids == params.invalid_expert_id)
     wrong = ~names_an_expert(params, topk_ids) & ~padding
     return [(token, slot, int(topk_ids[token, slot])) for token, slot in wrong.nonzero().tolist()]
@@ -68,7 +82,9 @@ def token_destinations(
     topk_ids: Tensor,
     active_ranks: Collection[int] | None = None,
 ) -> Tensor:
-    """[num_tokens, ep_size] bool: whether a token travels to a rank, once, however many of its experts live there."""
+    """[num_tokens, ep_size] bool: whether a token travels to a rank, once, however many of its
+    experts live there.
+    """
     valid = names_an_expert(params, topk_ids)
     owner = expert_owners(params.num_experts, ep_size)[torch.where(valid, topk_ids, 0).long()]
     goes = torch.zeros(len(topk_ids), ep_size, dtype=torch.bool)
@@ -93,14 +109,16 @@ def reference_dispatch(
     """What every rank receives when rank s sends `hidden_states[s]`, and so on for each argument.
 
     tokens_per_rank: the capacity for each source; None means `params.max_tokens_per_rank`.
-    active_ranks: the ranks that take part; None means all. The others send nothing, receive nothing, and their result
-        shows an exchange without tokens. Their statistics are zero.
+    active_ranks: the ranks that take part; None means all. The others send nothing, receive
+        nothing, and their result shows an exchange without tokens. Their statistics are zero.
     """
     capacity = params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
     goes = [token_destinations(params, ep_size, ids, active_ranks) for ids in topk_ids]
 
     def received(rank: int, rows_of: Sequence[Tensor], empty_value: int) -> Tensor:
-        """[ep_size * capacity, *]: the chosen rows of every source, compact and in token order, in its own block."""
+        """[ep_size * capacity, *]: the chosen rows of every source, compact and in token order, in
+        its own block.
+        """
         shape = (ep_size, capacity, *rows_of[rank].shape[1:])
         blocks = torch.zeros(shape, dtype=rows_of[rank].dtype)
         if empty_value:
@@ -121,7 +139,10 @@ def reference_dispatch(
     stats = None
     if eplb_local_stats is not None:
         stats = torch.stack(
-            [s if takes_part(rank) else torch.zeros_like(s) for rank, s in enumerate(eplb_local_stats)]
+            [
+                s if takes_part(rank) else torch.zeros_like(s)
+                for rank, s in enumerate(eplb_local_stats)
+            ]
         )
     return [
         ReferenceDispatch(
@@ -134,7 +155,9 @@ def reference_dispatch(
             tokens_per_rank=capacity,
             recv_token_counts=torch.tensor(
                 [
-                    int(goes[source][:, rank].sum()) if takes_part(source) and takes_part(rank) else 0
+                    int(goes[source][:, rank].sum())
+                    if takes_part(source) and takes_part(rank)
+                    else 0
                     for source in range(ep_size)
                 ],
                 dtype=torch.int32,
@@ -157,10 +180,10 @@ def reference_combine(
 ) -> list[Tensor]:
     """[n, hidden_size] for each rank: every token's partial rows, summed where the token came from.
 
-    topk_ids: what was given to dispatch; it alone decides which rows count. Rows without a token are never read, so
-        a NaN in one changes nothing.
-    expert_outputs: [ep_size * tokens_per_rank, hidden_size] of each rank, one partial row in the place of each received
-        one. A rank that does not take part needs only an entry.
+    topk_ids: what was given to dispatch; it alone decides which rows count. Rows without a token
+        are never read, so a NaN in one changes nothing.
+    expert_outputs: [ep_size * tokens_per_rank, hidden_size] of each rank, one partial row in the
+        place of each received one. A rank that does not take part needs only an entry.
     """
     outputs = []
     for source, ids in enumerate(topk_ids):
@@ -176,9 +199,16 @@ def reference_combine(
 
 
 def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total` (float32) to `dtype`, to nearest even; every NaN becomes the one quiet NaN without sign or payload."""
+    """`total` (float32) to `dtype`, to nearest even; every NaN becomes the one quiet NaN without
+    sign or payload.
+    """
     quiet_nan = torch.full((), float("nan"), dtype=torch.float32).to(dtype)
     return torch.where(total.isnan(), quiet_nan, total.to(dtype))
+
+
+def scale_by_number(expert_id: int, rows: Tensor) -> Tensor:
+    """The stand-in for expert `expert_id`: rows * (expert_id + 1)."""
+    return (expert_id + 1) * rows
 
 
 def evaluate_experts(
@@ -187,15 +217,17 @@ def evaluate_experts(
     rank: int,
     received: ReferenceDispatch,
     *,
-    expert: Callable[[int, Tensor], Tensor] = lambda expert_id, rows: (expert_id + 1) * rows,
+    expert: Expert = scale_by_number,
     empty_rows: float = float("nan"),
 ) -> Tensor:
-    """A stand-in for the consumer between dispatch and combine: [ep_size * tokens_per_rank, hidden_size], token dtype.
+    """A stand-in for the consumer between dispatch and combine: [ep_size * tokens_per_rank,
+    hidden_size], token dtype.
 
-    `received` may also be a backend's result: only fields of the public one are read. In every row with a token the
-    experts of `rank` are applied as `expert(expert_id, rows)` in float32, weighted, added in slot order in float32, and
-    rounded once. Rows without a token get `empty_rows`: NaN by default, so that whoever reads one is found out.
-    The first hidden_size values of the received rows are the token; narrower rows are repeated.
+    `received` may also be a backend's result: only fields of the public one are read. In every row
+    with a token the experts of `rank` are applied as `expert(expert_id, rows)` in float32,
+    weighted, added in slot order in float32, and rounded once. Rows without a token get
+    `empty_rows`: NaN by default, so that whoever reads one is found out. The first hidden_size
+    values of the received rows are the token; narrower rows are repeated.
     """
     repeats = -(-params.hidden_size // received.hidden_states.shape[1])
     tokens = received.hidden_states.float().repeat(1, repeats)[:, : params.hidden_size]

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.communication import MoEEpCommunication
-from moe_ep.config import CommunicationConfig
+from moe_ep.config import CommunicationConfig, require_int_in_range
 from moe_ep.construction import HostIdentity, unsupported_reasons
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError
-from moe_ep.params import MoEEpCommParams
+from moe_ep.params import MAX_EP_SIZE, MoEEpCommParams
 
 AUTO = "auto"
 """Asks create_communication to choose; no backend can have this name."""
@@ -132,6 +132,18 @@ def create_communication(
     else:
         config = backend
     return entry.communication(bootstrap, params, config)
+
+
+def estimate_workspace_bytes(
+    params: MoEEpCommParams, ep_size: int, config: CommunicationConfig
+) -> int:
+    """Return the exact bytes per rank that a communication will hold, before any allocation.
+
+    Not collective. Raises KeyError for a config of a backend that is not registered.
+    """
+    require_int_in_range("ep_size", ep_size, 1, MAX_EP_SIZE)
+    entry = _registry[communication_backend_name(config)]
+    return entry.communication.estimate_workspace_bytes(params, ep_size, config)
 
 
 def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 from typing_extensions import Self
 
 from moe_ep import _native
@@ -23,8 +24,7 @@ from moe_ep.collectives import CommBackend, agree, by_rank
 from moe_ep.construction import HostIdentity
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError, MoEEpStateError
 
-# Ranks enter the exchange together; what can delay one is a loaded machine. A rank that fails
-# tells the others.
+# Ranks enter the exchange together. One that fails in it tells the others, one that dies does not.
 _EXCHANGE_TIMEOUT_SEC = 60.0
 
 _NONCE_BYTES = 16
@@ -64,7 +64,9 @@ class SymmetricMemory:
         self.bytes_per_rank = segment_bytes
         self.device = device
         self._memory: _native.SegmentedMemory | None = None
+        # While joining: where peers reach this rank, and what they get.
         self._channel: _native.FdChannel | None = None
+        self._handle: _native.ShareableHandle | None = None
         self._workspace: Tensor | None = None
         self._round = 0
 
@@ -95,7 +97,7 @@ class SymmetricMemory:
         if self.state != "mapped":
             raise MoEEpStateError(f"workspace needs memory that is mapped, got {self.state}.")
         if self._workspace is None:
-            self._workspace = torch.from_dlpack(self._open_memory("workspace").to_dlpack())
+            self._workspace = from_dlpack(self._open_memory("workspace").to_dlpack())
         return self._workspace
 
     @property
@@ -149,7 +151,7 @@ class SymmetricMemory:
             self._open_memory("restore").break_off()
             raise
         finally:
-            self._channel = None
+            self._channel = self._handle = None
 
     def _probe(self, comm: CommBackend) -> _Probe:
         if (comm.get_rank(), comm.get_size()) != (self.ep_rank, self.ep_size):
@@ -178,19 +180,20 @@ class SymmetricMemory:
 
     def _back_own_segment(self, nonce: bytes) -> str:
         """Make the own memory; return where peers reach this rank ("": alone, nobody needs to)."""
-        self._open_memory("allocate").back_own_segment()
+        memory = self._open_memory("allocate")
+        memory.back_own_segment()
         if self.ep_size == 1:
             return ""
         self._channel = _native.FdChannel(self.ep_rank, nonce)
+        self._handle = memory.share_own_segment()
         return self._channel.name
 
     def _map_peers(self, names: Sequence[str]) -> None:
-        if self._channel is None:
+        if self._channel is None or self._handle is None:
             return
         memory = self._open_memory("map")
-        own = memory.share_own_segment()
         handles = self._channel.exchange(
-            self.ep_rank, list(names), self._round, own, _EXCHANGE_TIMEOUT_SEC
+            self.ep_rank, names, self._round, self._handle, _EXCHANGE_TIMEOUT_SEC
         )
         for rank, handle in enumerate(handles):
             if handle is not None:

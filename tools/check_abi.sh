@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the op library that was built for one torch under another one: check_abi.sh PYTHON TORCH_VERSION
-# Nothing is compiled here. PYTHON is the one that the extensions in moe_ep were built with.
+# Nothing is compiled here: the README's example runs with the extensions that PYTHON built in moe_ep.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "$1")
@@ -24,4 +24,6 @@ if [[ ! -e $environment/complete ]]; then
 fi
 echo "built with torch $built_with, run with torch $(installed_in "$environment/bin/python"):"
 sha256sum moe_ep/_ops.abi3.so
-PYTHONPATH=$PWD "$environment/bin/python" examples/dispatch_combine.py
+sed -n '/^```python$/,/^```$/{/^```/d;p}' README.md > "$environment/example.py"
+PYTHONPATH=$PWD "$environment/bin/python" -m torch.distributed.run --standalone --nproc-per-node=2 \
+  "$environment/example.py"

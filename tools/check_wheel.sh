@@ -20,4 +20,5 @@ echo "$packages" > "$target/torch-of-the-build.pth"
 
 cd "$environment"  # where no source tree can stand in for the package
 bin/python "$root/tools/check_import.py"
-bin/python "$root/examples/dispatch_combine.py" --ranks 1
+sed -n '/^```python$/,/^```$/{/^```/d;p}' "$root/README.md" > example.py
+bin/python example.py

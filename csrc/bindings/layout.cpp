@@ -65,6 +65,9 @@ void bind_layout(py::module_& m) {
            py::kw_only(), py::arg("ep_size"), py::arg("num_experts"), py::arg("top_k"),
            py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0)
+      .def_readonly("ep_size", &Geometry::ep_size)
+      .def_readonly("top_k", &Geometry::top_k)
+      .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
       .def("fields", &fields_of, "The int[] that ops take as `geometry`.")
       .def_property_readonly("fingerprint", &Geometry::fingerprint)
       .def_property_readonly(
@@ -89,7 +92,8 @@ void bind_layout(py::module_& m) {
       [](int32_t num_experts, int32_t ep_size, int32_t expert) {
         return ExpertPartition(num_experts, ep_size).owner_of(expert);
       },
-      py::arg("num_experts"), py::arg("ep_size"), py::arg("expert"), "The rank that owns an expert.");
+      py::arg("num_experts"), py::arg("ep_size"), py::arg("expert"),
+      "The rank that owns an expert.");
 
   py::enum_<QuantFormat>(m, "QuantFormat", "The formats that combine can quantise to.")
       .value("MXFP8", QuantFormat::kMxfp8)

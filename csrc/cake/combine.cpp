@@ -1,10 +1,10 @@
-// Combine between CPU ranks: each owner puts its outputs where the sources can read them, each source
-// pulls the rows of its tokens and sums them.
+// Combine between CPU ranks: each owner puts its outputs where the sources can read them, each
+// source pulls the rows of its tokens and sums them.
 //
 // The combine rows of a rank are written by it alone (by the experts themselves when they use
-// get_combine_input_buffer) between its dispatch and its combine, before it signals `ready`; its peers
-// read them after their wait. They are written again after the next dispatch, whose wait every peer
-// satisfies only after its pull.
+// get_combine_input_buffer) between its dispatch and its combine, before it signals `ready`; its
+// peers read them after their wait. They are written again after the next dispatch, whose wait
+// every peer satisfies only after its pull.
 #include <cstring>
 #include <vector>
 
@@ -25,12 +25,14 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
     if (!p.active.contains(source)) continue;
     const int64_t first = static_cast<int64_t>(source) * p.tokens_per_rank;
     constexpr int64_t kRowsPerChunk = 16;
-    parallel_for(0, own.round_header(source).num_rows, kRowsPerChunk, [&](int64_t begin, int64_t end) {
-      for (int64_t row = first + begin; row < first + end; ++row) {
-        std::memcpy(own.combine_rows() + row * row_bytes,
-                    p.expert_output + row * p.expert_output_stride, static_cast<size_t>(row_bytes));
-      }
-    });
+    parallel_for(0, own.round_header(source).num_rows, kRowsPerChunk,
+                 [&](int64_t begin, int64_t end) {
+                   for (int64_t row = first + begin; row < first + end; ++row) {
+                     std::memcpy(own.combine_rows() + row * row_bytes,
+                                 p.expert_output + row * p.expert_output_stride,
+                                 static_cast<size_t>(row_bytes));
+                   }
+                 });
   }
 }
 
@@ -44,14 +46,14 @@ void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& 
   int32_t num_rows = 0;
   for (; num_rows < g.max_destinations() && slots[num_rows].rank >= 0; ++num_rows) {
     const SendSlot& slot = slots[num_rows];
-    rows[num_rows] = Segment(p.workspace, layout, slot.rank).combine_rows() +
-                     (first + slot.row) * row_bytes;
+    rows[num_rows] =
+        Segment(p.workspace, layout, slot.rank).combine_rows() + (first + slot.row) * row_bytes;
   }
   if (p.quantized == nullptr) {
     reduce_rows(rows, num_rows, p.hidden_size, p.row_type, p.output + token * row_bytes);
   } else {
     reduce_rows_to_float(rows, num_rows, p.hidden_size, p.row_type, sum);
-    quantize_row(*p.quantized, token, sum);
+    quantize_sum(*p.quantized, token, sum);
   }
 }
 

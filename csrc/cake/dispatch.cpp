@@ -1,9 +1,10 @@
-// Dispatch between CPU ranks: each source writes its rows straight into the segments of their owners.
+// Dispatch between CPU ranks: each source writes its rows straight into the segments of their
+// owners.
 //
-// Order of a round, per region: the payload, id, weight, statistics and header regions of a destination
-// are written by the sources before they signal `dispatched`, and read by the destination after its
-// wait. They are written again in the next round, which a source enters only after its wait in combine,
-// which the destination's combine signal satisfies after it read them.
+// Order of a round, per region: the payload, id, weight, statistics and header regions of a
+// destination are written by the sources before they signal `dispatched`, and read by the
+// destination after its wait. They are written again in the next round, which a source enters only
+// after its wait in combine, which the destination's combine signal satisfies after it read them.
 #include <algorithm>
 #include <cstring>
 
@@ -88,8 +89,8 @@ class RowSender {
       : p_(p), layout_(layout), router_(router) {
     int64_t row_bytes[kMaxPayloads] = {};
     for (int32_t i = 0; i < p.num_payloads; ++i) row_bytes[i] = p.payloads[i].row_bytes;
-    placement_ = PayloadPlacement::of(p.workspace.geometry, p.tokens_per_rank, row_bytes,
-                                      p.num_payloads);
+    placement_ =
+        PayloadPlacement::of(p.workspace.geometry, p.tokens_per_rank, row_bytes, p.num_payloads);
   }
 
   void send(int64_t token) const {
@@ -191,8 +192,8 @@ void receive(const DispatchParams& p, const Segment& own) {
   }
 }
 
-// All ranks see the same headers, so all come here together. They meet once more, so that none starts
-// the next round while another still reads the headers of this one.
+// All ranks see the same headers, so all come here together. They meet once more, so that none
+// starts the next round while another still reads the headers of this one.
 bool close_round(const DispatchParams& p, const WorkspaceLayout& layout, const Segment& own) {
   ControlBlock& control = own.control();
   control.phase = Phase::kIdle;

@@ -1,5 +1,5 @@
-// What one call of dispatch or combine needs, as plain data: the ops fill it, launchers and kernels read
-// it. Pointers are to this process's mapping; offsets come from the layout, never from here.
+// What one call of dispatch or combine needs, as plain data: the ops fill it, launchers and kernels
+// read it. Pointers are to this process's mapping; offsets come from the layout, never from here.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace moe_ep::cake {
 
 // What every call on a workspace knows about it.
 struct WorkspaceView {
-  uint8_t* base;         // row 0 of the [ep_size, segment_bytes] workspace
-  int64_t rank_stride;   // bytes from one rank's segment to the next
+  uint8_t* base;        // row 0 of the [ep_size, segment_bytes] workspace
+  int64_t rank_stride;  // bytes from one rank's segment to the next
   int32_t ep_rank;
   Geometry geometry;
 
@@ -44,10 +44,10 @@ struct DispatchParams {
   int64_t invalid_expert_id;
   int32_t timeout_sec;
 
-  int32_t* out_topk_ids;          // [ep_size * tokens_per_rank, top_k]
-  float* out_topk_weights;        // the same, or null
-  int32_t* out_recv_counts;       // [ep_size]
-  int32_t* out_eplb_stats;        // [ep_size, eplb_stats_num_experts] or null
+  int32_t* out_topk_ids;     // [ep_size * tokens_per_rank, top_k]
+  float* out_topk_weights;   // the same, or null
+  int32_t* out_recv_counts;  // [ep_size]
+  int32_t* out_eplb_stats;   // [ep_size, eplb_stats_num_experts] or null
 };
 
 enum class RowType : int32_t { kFloat32, kFloat16, kBFloat16 };
@@ -60,7 +60,8 @@ struct CombineParams {
   int32_t tokens_per_rank;
   int64_t hidden_size;
   RowType row_type;
-  const uint8_t* expert_output;  // [ep_size * tokens_per_rank, hidden_size]; null: already in the workspace
+  const uint8_t*
+      expert_output;  // [ep_size * tokens_per_rank, hidden_size]; null: already in the workspace
   int64_t expert_output_stride;  // bytes from one row to the next
   int32_t timeout_sec;
 

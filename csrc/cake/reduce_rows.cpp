@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/float_formats.h"
+#include "core/quantize_row.h"
 
 // Compiles a function for wider vectors as well and picks at load time: a wheel is built for the
 // baseline of its architecture and must still use the machine it runs on.
@@ -24,13 +25,13 @@ using Halves [[gnu::vector_size(kLanes * sizeof(uint16_t))]] = uint16_t;
 
 struct Float32Rows {
   using Element = float;
-  static Floats load(const uint8_t* at) {
+  [[gnu::always_inline]] static inline Floats load(const uint8_t* at) {
     Floats values;
     std::memcpy(&values, at, sizeof(values));
     return values;
   }
   // All NaNs leave as one, here too: payloads and signs of NaN sums differ between processors.
-  static void store(Floats sum, uint8_t* at) {
+  [[gnu::always_inline]] static inline void store(Floats sum, uint8_t* at) {
     const Words bits = sum != sum ? Words{} + 0x7FC00000 : __builtin_bit_cast(Words, sum);
     std::memcpy(at, &bits, sizeof(bits));
   }
@@ -38,13 +39,13 @@ struct Float32Rows {
 
 struct BFloat16Rows {
   using Element = uint16_t;
-  static Floats load(const uint8_t* at) {
+  [[gnu::always_inline]] static inline Floats load(const uint8_t* at) {
     Halves bits;
     std::memcpy(&bits, at, sizeof(bits));
     return __builtin_bit_cast(Floats, __builtin_convertvector(bits, Words) << 16);
   }
   // float_to_bf16 of core/float_formats.h, lane by lane.
-  static void store(Floats sum, uint8_t* at) {
+  [[gnu::always_inline]] static inline void store(Floats sum, uint8_t* at) {
     const Words bits = __builtin_bit_cast(Words, sum);
     const Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     const Halves out = __builtin_convertvector(sum != sum ? Words{} + 0x7FC0 : rounded, Halves);
@@ -55,7 +56,7 @@ struct BFloat16Rows {
 struct Float16Rows {
   using Element = uint16_t;
   // fp16_to_float and float_to_fp16 of core/float_formats.h, lane by lane.
-  static Floats load(const uint8_t* at) {
+  [[gnu::always_inline]] static inline Floats load(const uint8_t* at) {
     constexpr uint32_t kRebias = (kFloatExponentBias - 15) << kFloatMantissaBits;
     Halves packed;
     std::memcpy(&packed, at, sizeof(packed));
@@ -67,7 +68,7 @@ struct Float16Rows {
     const Words number = magnitude < 0x7C00 ? finite : normal + kRebias;
     return __builtin_bit_cast(Floats, ((bits & 0x8000) << 16) | number);
   }
-  static void store(Floats sum, uint8_t* at) {
+  [[gnu::always_inline]] static inline void store(Floats sum, uint8_t* at) {
     constexpr int kDropped = kFloatMantissaBits - 10;
     constexpr uint32_t kRebias = kFloatExponentBias - 15;
     constexpr uint32_t kSmallestNormal = (kRebias + 1) << kFloatMantissaBits;
@@ -113,7 +114,8 @@ template <typename Rows>
 // Copies of the last, shorter block of every row, filled up with zeros.
 template <typename Rows>
 struct Tail {
-  static constexpr int64_t kBlockBytes = kBlock * static_cast<int64_t>(sizeof(typename Rows::Element));
+  static constexpr int64_t kBlockBytes =
+      kBlock * static_cast<int64_t>(sizeof(typename Rows::Element));
 
   Tail(const uint8_t* const* rows, int32_t num_rows, int64_t byte, int64_t bytes) {
     for (int32_t r = 0; r < num_rows; ++r) {
@@ -195,6 +197,10 @@ void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t 
     case RowType::kBFloat16:
       return reduce_to_float<BFloat16Rows>(rows, num_rows, hidden_size, out);
   }
+}
+
+MOE_EP_SIMD_CLONES void quantize_sum(const QuantizedRows& out, int64_t token, const float* sum) {
+  quantize_row(out, token, sum);
 }
 
 }  // namespace moe_ep::cake

@@ -14,8 +14,8 @@ inline Deadline deadline_in(int32_t timeout_sec) {
   return std::chrono::steady_clock::now() + std::chrono::seconds(timeout_sec);
 }
 
-// `flag_of(peer)` is the word that this peer signals in the own segment. Returns false when the deadline
-// passed; the record in the control block then names the first peer that was missed.
+// `flag_of(peer)` is the word that this peer signals in the own segment. Returns false when the
+// deadline passed; the record in the control block then names the first peer that was missed.
 template <typename FlagOf>
 bool wait_for_peers(const WorkspaceView& workspace, const RankMask& active, ControlBlock& control,
                     Phase phase, int32_t timeout_sec, FlagOf flag_of) {

@@ -1,5 +1,5 @@
-// The only acquire and release in the library, at system scope: peers are other processes, and on CUDA
-// other GPUs.
+// The only acquire and release in the library, at system scope: peers are other processes, and on
+// CUDA other GPUs.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Rounds are numbered by epochs. A flag carries the epoch of the round that its writer has published.
+// Rounds are numbered by epochs. A flag carries the epoch of the round that its writer has
+// published.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,9 @@ MOE_EP_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   return phase == Phase::kDispatch ? "dispatch" : phase == Phase::kCombine ? "combine" : "idle";
 }
 
-// A peer may be a phase ahead, so a waiter compares with "not before" and never with equality: a fast
-// peer satisfies a slow one instead of hanging it. The signed difference survives the wrap at 2^32.
+// A peer may be a phase ahead, so a waiter compares with "not before" and never with equality: a
+// fast peer satisfies a slow one instead of hanging it. The signed difference survives the wrap at
+// 2^32.
 MOE_EP_HOST_DEVICE constexpr bool epoch_reached(uint32_t seen, uint32_t expected) {
   return static_cast<int32_t>(seen - expected) >= 0;
 }

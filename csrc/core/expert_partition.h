@@ -1,4 +1,5 @@
-// Which rank owns which expert: contiguous blocks, the first `num_experts % ep_size` ranks own one more.
+// Which rank owns which expert: contiguous blocks, the first `num_experts % ep_size` ranks own one
+// more.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,9 @@ class ExpertPartition {
     return {rank * small_ + (large ? rank : num_large_), small_ + (large ? 1 : 0)};
   }
 
-  // The owner of an expert; `expert` must be in [0, num_experts). With fewer experts than ranks every
-  // block is either of one expert or empty, and the division by `small_ == 0` is never reached.
+  // The owner of an expert; `expert` must be in [0, num_experts). With fewer experts than ranks
+  // every block is either of one expert or empty, and the division by `small_ == 0` is never
+  // reached.
   MOE_EP_HOST_DEVICE constexpr int32_t owner_of(int32_t expert) const {
     return expert < end_of_large_ ? expert / (small_ + 1)
                                   : num_large_ + (expert - end_of_large_) / small_;

@@ -7,12 +7,13 @@ namespace moe_ep {
 
 inline constexpr int32_t kMaxEpSize = 256;
 inline constexpr int32_t kMaxTopK = 32;
-inline constexpr int32_t kMaxPayloads = 4;       // row tensors one dispatch can carry
+inline constexpr int32_t kMaxPayloads = 4;        // row tensors one dispatch can carry
 inline constexpr int32_t kMaxTimeoutSec = 86400;  // a day
 
 // Payload regions start on this boundary: the widest access used on them (a 128-byte cache line).
 inline constexpr uint64_t kRegionAlignment = 128;
-// Flags of different peers never share a line, so that a store to one does not delay a poll of another.
+// Flags of different peers never share a line, so that a store to one does not delay a poll of
+// another.
 inline constexpr uint64_t kFlagAlignment = 64;
 
 }  // namespace moe_ep

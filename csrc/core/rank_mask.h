@@ -1,5 +1,5 @@
-// A set of ranks as 64-bit words, bit i of word i / 64 for rank i. The mask of active ranks that users
-// pass has this form, and so has the set of ranks that one token goes to.
+// A set of ranks as 64-bit words, bit i of word i / 64 for rank i. The mask of active ranks that
+// users pass has this form, and so has the set of ranks that one token goes to.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What a rank records when a round goes wrong. Kernels and CPU code write records; `check()` and the
-// end of `combine` turn them into exceptions. Records never stop the process.
+// What a rank records when a round goes wrong. Kernels and CPU code write records; `check()` and
+// the end of `combine` turn them into exceptions. Records never stop the process.
 #pragma once
 
 #include <cstdint>

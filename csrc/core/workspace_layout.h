@@ -11,41 +11,47 @@
 
 namespace moe_ep {
 
-// First bytes of a segment: private to its rank, peers never touch it (except `sleepers`, which they read).
+// First bytes of a segment: private to its rank, peers never touch it (except `sleepers`, which
+// they read).
 struct ControlBlock {
-  uint64_t magic;         // kWorkspaceMagic once initialised
-  uint64_t self_address;  // the workspace as this rank maps it; a clone of the tensor does not match
-  uint64_t fingerprint;   // of the geometry it was initialised for
-  uint32_t epoch;         // the last round begun; advanced by dispatch, read by combine
-  Phase phase;            // kDispatch between dispatch and combine
-  int32_t num_tokens;     // of the round in flight: what combine must be called with
+  uint64_t magic;  // kWorkspaceMagic once initialised
+  uint64_t
+      self_address;      // the workspace as this rank maps it; a clone of the tensor does not match
+  uint64_t fingerprint;  // of the geometry it was initialised for
+  uint32_t epoch;        // the last round begun; advanced by dispatch, read by combine
+  Phase phase;           // kDispatch between dispatch and combine
+  int32_t num_tokens;    // of the round in flight: what combine must be called with
   int32_t tokens_per_rank;
-  uint32_t sleepers;  // threads of this rank asleep on a flag; a signaller wakes only if there are any
+  uint32_t
+      sleepers;  // threads of this rank asleep on a flag; a signaller wakes only if there are any
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
 };
 
 inline constexpr uint64_t kWorkspaceMagic = 0x6d6f655f65703031u;  // "moe_ep01"
 
-// What a source tells a destination about the round, one slot a source in the destination's segment.
-// Written by the source before it signals `dispatched`, read by the destination after its wait; written
-// again one round later at the earliest, which the wait of combine orders after the read.
+// What a source tells a destination about the round, one slot a source in the destination's
+// segment. Written by the source before it signals `dispatched`, read by the destination after its
+// wait; written again one round later at the earliest, which the wait of combine orders after the
+// read.
 struct RoundHeader {
-  uint32_t dispatched;       // flag: epoch whose rows, ids, weights and header fields are in place
-  int32_t num_rows;          // rows from this source in its block
-  int32_t num_tokens;        // the source's own token count
-  int32_t tokens_per_rank;   // must be the same on all ranks
-  int32_t has_weights;       // likewise
-  int32_t num_payloads;      // likewise
+  uint32_t dispatched;      // flag: epoch whose rows, ids, weights and header fields are in place
+  int32_t num_rows;         // rows from this source in its block
+  int32_t num_tokens;       // the source's own token count
+  int32_t tokens_per_rank;  // must be the same on all ranks
+  int32_t has_weights;      // likewise
+  int32_t num_payloads;     // likewise
   int64_t row_bytes[kMaxPayloads];  // likewise
 };
 
-// Flag of one owner in the segment of a source: epoch whose expert outputs are in place at the owner.
+// Flag of one owner in the segment of a source: epoch whose expert outputs are in place at the
+// owner.
 struct CombineFlag {
   uint32_t ready;
 };
 
-// Where a token's row lies on one of its ranks. Written by dispatch, read by combine of the same rank.
+// Where a token's row lies on one of its ranks. Written by dispatch, read by combine of the same
+// rank.
 struct SendSlot {
   int32_t rank;  // ascending in a token's list; -1 ends it
   int32_t row;   // within this source's block there
@@ -73,15 +79,16 @@ class LayoutBuilder {
 };
 
 struct WorkspaceLayout {
-  Region control;         // ControlBlock
-  Region round_headers;   // [ep_size] RoundHeader, kHeaderStride apart; slot s is written by rank s
-  Region combine_flags;   // [ep_size] CombineFlag, kFlagAlignment apart; slot p is written by rank p
-  Region send_slots;      // [max_tokens_per_rank, max_destinations] SendSlot; private
-  Region eplb_stats;      // [ep_size, eplb_stats_num_experts] int32; row s is written by rank s
-  Region topk_ids;        // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
-  Region topk_weights;    // the same in float32
-  Region payloads;        // received rows, see PayloadPlacement; block s is written by rank s
-  Region combine_rows;    // [ep_size * max_tokens_per_rank] expert outputs; private, read by the peers
+  Region control;        // ControlBlock
+  Region round_headers;  // [ep_size] RoundHeader, kHeaderStride apart; slot s is written by rank s
+  Region combine_flags;  // [ep_size] CombineFlag, kFlagAlignment apart; slot p is written by rank p
+  Region send_slots;     // [max_tokens_per_rank, max_destinations] SendSlot; private
+  Region eplb_stats;     // [ep_size, eplb_stats_num_experts] int32; row s is written by rank s
+  Region topk_ids;  // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
+  Region topk_weights;  // the same in float32
+  Region payloads;      // received rows, see PayloadPlacement; block s is written by rank s
+  Region
+      combine_rows;  // [ep_size * max_tokens_per_rank] expert outputs; private, read by the peers
   uint64_t segment_bytes = 0;
 
   static constexpr uint64_t kHeaderStride =
@@ -117,7 +124,8 @@ struct PayloadPlacement {
   uint64_t offset[kMaxPayloads] = {};  // from the start of the segment
   int32_t num_payloads = 0;
 
-  MOE_EP_HOST_DEVICE static constexpr PayloadPlacement of(const Geometry& g, int64_t tokens_per_rank,
+  MOE_EP_HOST_DEVICE static constexpr PayloadPlacement of(const Geometry& g,
+                                                          int64_t tokens_per_rank,
                                                           const int64_t* row_bytes,
                                                           int32_t num_payloads) {
     const auto rows = static_cast<uint64_t>(g.ep_size) * static_cast<uint64_t>(tokens_per_rank);

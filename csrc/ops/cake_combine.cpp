@@ -16,10 +16,14 @@ namespace {
 
 cake::RowType row_type_from(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Float: return cake::RowType::kFloat32;
-    case ScalarType::Half: return cake::RowType::kFloat16;
-    case ScalarType::BFloat16: return cake::RowType::kBFloat16;
-    default: fail("TypeError", "expert outputs must be float32, float16 or bfloat16");
+    case ScalarType::Float:
+      return cake::RowType::kFloat32;
+    case ScalarType::Half:
+      return cake::RowType::kFloat16;
+    case ScalarType::BFloat16:
+      return cake::RowType::kBFloat16;
+    default:
+      fail("TypeError", "expert outputs must be float32, float16 or bfloat16");
   }
 }
 
@@ -93,7 +97,8 @@ Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
 
 void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
                       std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
-                      int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec, Tensor output) {
+                      int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec,
+                      Tensor output) {
   check(output.dim() == 2 && output.is_contiguous(),
         "output must be contiguous [num_tokens, hidden_size]");
   CombineArgs args =
@@ -107,9 +112,10 @@ void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
 std::tuple<Tensor, Tensor> cake_combine_quantized(
     Tensor workspace, std::optional<Tensor> expert_output, std::optional<Tensor> active_rank_mask,
     std::vector<int64_t> geometry, int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
-    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, int64_t format, int64_t scale_layout,
-    double scalar_scale) {
-  check(format >= 0 && format <= static_cast<int64_t>(QuantFormat::kNvfp4), "unknown format ", format);
+    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, int64_t format,
+    int64_t scale_layout, double scalar_scale) {
+  check(format >= 0 && format <= static_cast<int64_t>(QuantFormat::kNvfp4), "unknown format ",
+        format);
   check(scale_layout >= 0 && scale_layout <= static_cast<int64_t>(ScaleLayout::kSwizzle8x4),
         "unknown scale_layout ", scale_layout);
   const auto scale = static_cast<float>(scalar_scale);
@@ -117,14 +123,19 @@ std::tuple<Tensor, Tensor> cake_combine_quantized(
         scalar_scale);
   CombineArgs args = combine_args(workspace, expert_output, active_rank_mask, geometry, ep_rank,
                                   num_tokens, tokens_per_rank, hidden_size, dtype, timeout_sec);
-  QuantizedRows out{static_cast<QuantFormat>(format), static_cast<ScaleLayout>(scale_layout), scale,
-                    num_tokens, hidden_size, nullptr, nullptr};
+  QuantizedRows out{static_cast<QuantFormat>(format),
+                    static_cast<ScaleLayout>(scale_layout),
+                    scale,
+                    num_tokens,
+                    hidden_size,
+                    nullptr,
+                    nullptr};
   const int64_t blocks = scales_per_row(out.format, hidden_size);
   Tensor values = torch::stable::empty({num_tokens, quantized_row_bytes(out.format, hidden_size)},
                                        ScalarType::Byte);
-  Tensor scales = torch::stable::empty({padded_scale_rows(out.layout, num_tokens),
-                                        padded_scale_blocks(out.layout, blocks)},
-                                       ScalarType::Byte);
+  Tensor scales = torch::stable::empty(
+      {padded_scale_rows(out.layout, num_tokens), padded_scale_blocks(out.layout, blocks)},
+      ScalarType::Byte);
   out.values = static_cast<uint8_t*>(values.mutable_data_ptr());
   out.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
   args.params.quantized = &out;

@@ -45,8 +45,8 @@ void set_routing(cake::DispatchParams& p, const Tensor& topk_ids,
 }
 
 void set_payloads(cake::DispatchParams& p, const std::vector<Tensor>& payloads) {
-  check(!payloads.empty() && payloads.size() <= kMaxPayloads, "payloads must be 1 to ", kMaxPayloads,
-        " tensors, got ", payloads.size());
+  check(!payloads.empty() && payloads.size() <= kMaxPayloads, "payloads must be 1 to ",
+        kMaxPayloads, " tensors, got ", payloads.size());
   int64_t bytes = 0;
   for (const Tensor& payload : payloads) {
     p.payloads[p.num_payloads] = rows_from(payload, p.num_tokens);
@@ -64,13 +64,16 @@ void set_payloads(cake::DispatchParams& p, const std::vector<Tensor>& payloads) 
   for (int32_t rank = 0; rank < p.workspace.geometry.ep_size; ++rank) {
     if (!p.active.contains(rank)) continue;
     const RoundHeader& header = own.round_header(rank);
-    table << "\n  rank " << rank << ": tokens_per_rank=" << header.tokens_per_rank << ", topk_weights "
-          << (header.has_weights ? "given" : "None") << ", payload row bytes";
+    table << "\n  rank " << rank << ": tokens_per_rank=" << header.tokens_per_rank
+          << ", topk_weights " << (header.has_weights ? "given" : "None") << ", payload row bytes";
     for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
   }
-  fail("MoEEpConfigError", "the ranks called dispatch with different arguments; no data was "
-       "delivered. runtime_max_tokens_per_rank, the row widths and whether topk_weights is given must "
-       "be the same on all ranks:", table.str());
+  fail("MoEEpConfigError",
+       "the ranks called dispatch with different arguments; no data was "
+       "delivered. runtime_max_tokens_per_rank, the row widths and whether topk_weights is given "
+       "must "
+       "be the same on all ranks:",
+       table.str());
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> cake_dispatch(
@@ -119,9 +122,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cake_dispatch(
   if (stats_ranks > 0) p.out_eplb_stats = static_cast<int32_t*>(out_stats.mutable_data_ptr());
 
   switch (cake::dispatch(p, torch_parallel_for())) {
-    case cake::Outcome::kDone: break;
-    case cake::Outcome::kTimeout: raise_timeout(control, p.workspace);
-    case cake::Outcome::kDisagreement: raise_disagreement(p);
+    case cake::Outcome::kDone:
+      break;
+    case cake::Outcome::kTimeout:
+      raise_timeout(control, p.workspace);
+    case cake::Outcome::kDisagreement:
+      raise_disagreement(p);
   }
   return {out_ids, out_weights, out_counts, out_stats};
 }

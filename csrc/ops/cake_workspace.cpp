@@ -1,5 +1,5 @@
-// Ops on a cake workspace outside the exchange: initialise it, read received rows, raise what a round
-// recorded.
+// Ops on a cake workspace outside the exchange: initialise it, read received rows, raise what a
+// round recorded.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -16,8 +16,9 @@ void cake_initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
   cake::initialize(workspace_from(workspace, geometry_from(geometry), ep_rank));
 }
 
-// A fresh copy of one payload's received rows. Compiled graphs use it in place of a view: a value that
-// the graph keeps past the next dispatch then stays right, and the workspace is never cloned for it.
+// A fresh copy of one payload's received rows. Compiled graphs use it in place of a view: a value
+// that the graph keeps past the next dispatch then stays right, and the workspace is never cloned
+// for it.
 Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
                           int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
   const cake::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
@@ -35,18 +36,18 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
     check(header.row_bytes[i] == row_bytes[i], "payload ", i, " has rows of ", header.row_bytes[i],
           " bytes in this round, got ", row_bytes[i]);
   }
-  const PayloadPlacement placement = PayloadPlacement::of(
-      g, tokens_per_rank, row_bytes.data(), static_cast<int32_t>(row_bytes.size()));
+  const PayloadPlacement placement = PayloadPlacement::of(g, tokens_per_rank, row_bytes.data(),
+                                                          static_cast<int32_t>(row_bytes.size()));
   const size_t block = static_cast<size_t>(tokens_per_rank * row_bytes[index]);
-  Tensor rows = torch::stable::empty({g.ep_size * tokens_per_rank, row_bytes[index]}, ScalarType::Byte);
+  Tensor rows =
+      torch::stable::empty({g.ep_size * tokens_per_rank, row_bytes[index]}, ScalarType::Byte);
   auto* to = static_cast<uint8_t*>(rows.mutable_data_ptr());
   const uint8_t* from = own.bytes(placement.offset[index]);
   for (int32_t source = 0; source < g.ep_size; ++source, to += block, from += block) {
     // A masked source has an old header or none: its rows hold no token.
     const RoundHeader& h = own.round_header(source);
-    const size_t used = h.dispatched == control.epoch
-                            ? static_cast<size_t>(h.num_rows * row_bytes[index])
-                            : 0;
+    const size_t used =
+        h.dispatched == control.epoch ? static_cast<size_t>(h.num_rows * row_bytes[index]) : 0;
     std::memcpy(to, from, used);
     std::memset(to + used, 0, block - used);
   }

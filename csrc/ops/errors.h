@@ -1,5 +1,6 @@
-// How ops fail: one exception, whose message starts with the name of the Python error that it stands
-// for. The Python layer raises that error; compiled graphs show the message in a RuntimeError.
+// How ops fail: one exception, whose message starts with the name of the Python error that it
+// stands for. The Python layer raises that error; compiled graphs show the message in a
+// RuntimeError.
 #pragma once
 
 #include <sstream>

@@ -14,8 +14,9 @@ namespace moe_ep::ops {
 namespace {
 
 void sanitize_expert_ids(Tensor topk_ids, Tensor recv_token_counts, int64_t invalid_expert_id) {
-  check(topk_ids.scalar_type() == ScalarType::Int && topk_ids.dim() == 3 && topk_ids.is_contiguous(),
-        "topk_ids must be contiguous int32 [ep_size, tokens_per_rank, top_k]");
+  check(
+      topk_ids.scalar_type() == ScalarType::Int && topk_ids.dim() == 3 && topk_ids.is_contiguous(),
+      "topk_ids must be contiguous int32 [ep_size, tokens_per_rank, top_k]");
   check(recv_token_counts.scalar_type() == ScalarType::Int && recv_token_counts.dim() == 1 &&
             recv_token_counts.size(0) == topk_ids.size(0) && recv_token_counts.is_contiguous(),
         "recv_token_counts must be contiguous int32 [ep_size=", topk_ids.size(0), "]");
@@ -26,7 +27,8 @@ void sanitize_expert_ids(Tensor topk_ids, Tensor recv_token_counts, int64_t inva
   const auto* counts = static_cast<const int32_t*>(recv_token_counts.const_data_ptr());
   const int64_t block = topk_ids.size(1) * topk_ids.size(2);
   for (int64_t source = 0; source < topk_ids.size(0); ++source) {
-    const int64_t used = std::clamp<int64_t>(counts[source], 0, topk_ids.size(1)) * topk_ids.size(2);
+    const int64_t used =
+        std::clamp<int64_t>(counts[source], 0, topk_ids.size(1)) * topk_ids.size(2);
     std::fill(ids + source * block + used, ids + (source + 1) * block,
               static_cast<int32_t>(invalid_expert_id));
   }

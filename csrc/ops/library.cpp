@@ -1,19 +1,22 @@
 // The schemas of every op. Implementations stand beside this file, by transport and device.
 //
-// An op that touches a workspace declares that it mutates it, the readers too: that keeps the ops of a
-// graph in their order. Outputs are fresh tensors, never views of the workspace, so that functionalisation
-// has no reason to clone it.
+// An op that touches a workspace declares that it mutates it, the readers too: that keeps the ops
+// of a graph in their order. Outputs are fresh tensors, never views of the workspace, so that
+// functionalisation has no reason to clone it.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def("cake_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
-      "cake_dispatch(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, Tensor[] payloads, "
+      "cake_dispatch(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, Tensor[] "
+      "payloads, "
       "Tensor? eplb_local_stats, Tensor? active_rank_mask, int[] geometry, int ep_rank, "
       "int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec) "
-      "-> (Tensor topk_ids, Tensor topk_weights, Tensor recv_token_counts, Tensor eplb_gathered_stats)");
+      "-> (Tensor topk_ids, Tensor topk_weights, Tensor recv_token_counts, Tensor "
+      "eplb_gathered_stats)");
   m.def(
-      "cake_received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, SymInt tokens_per_rank, "
+      "cake_received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, SymInt "
+      "tokens_per_rank, "
       "int[] row_bytes, int index) -> Tensor");
   m.def(
       "cake_combine(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
@@ -21,14 +24,17 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
       "ScalarType dtype, int timeout_sec) -> Tensor");
   m.def(
       "cake_combine_out(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
-      "int[] geometry, int ep_rank, SymInt tokens_per_rank, int timeout_sec, Tensor(b!) output) -> ()");
+      "int[] geometry, int ep_rank, SymInt tokens_per_rank, int timeout_sec, Tensor(b!) output) -> "
+      "()");
   m.def(
-      "cake_combine_quantized(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
+      "cake_combine_quantized(Tensor(a!) workspace, Tensor? expert_output, Tensor? "
+      "active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt num_tokens, SymInt tokens_per_rank, int hidden_size, "
       "ScalarType dtype, int timeout_sec, int format, int scale_layout, float scalar_scale) "
       "-> (Tensor values, Tensor scales)");
   m.def("cake_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
-      "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) -> ()");
+      "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
+      "-> ()");
   m.def("active_rank_mask(int[] ranks, int ep_size) -> Tensor");
 }

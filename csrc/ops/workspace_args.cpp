@@ -51,18 +51,21 @@ cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, i
 
 ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
   auto& control = *reinterpret_cast<ControlBlock*>(workspace.segment(workspace.ep_rank));
-  check_state(control.magic == kWorkspaceMagic, "the workspace was not initialised: call initialize() "
+  check_state(control.magic == kWorkspaceMagic,
+              "the workspace was not initialised: call initialize() "
               "on every rank, then a barrier, before the first dispatch");
   check_state(control.fingerprint == workspace.geometry.fingerprint(),
               "the workspace was initialised for another geometry");
-  check_state(workspace.geometry.ep_size == 1 ||
-                  control.self_address == reinterpret_cast<uint64_t>(workspace.base),
-              "this workspace tensor is a copy of the shared one, and the peers do not write into "
-              "copies. torch.compile makes such a copy when a view of the workspace is used after the "
-              "next dispatch: clone() what must outlive the round, before combine");
-  check_state(control.timeout.recorded == 0, "a wait on rank ", control.timeout.peer,
-              " timed out earlier, so the ranks are out of step: destroy this communication and create "
-              "it again, without that rank if it is dead");
+  check_state(
+      workspace.geometry.ep_size == 1 ||
+          control.self_address == reinterpret_cast<uint64_t>(workspace.base),
+      "this workspace tensor is a copy of the shared one, and the peers do not write into "
+      "copies. torch.compile makes such a copy when a view of the workspace is used after the "
+      "next dispatch: clone() what must outlive the round, before combine");
+  check_state(
+      control.timeout.recorded == 0, "a wait on rank ", control.timeout.peer,
+      " timed out earlier, so the ranks are out of step: destroy this communication and create "
+      "it again, without that rank if it is dead");
   return control;
 }
 
@@ -106,7 +109,8 @@ void raise_timeout(const ControlBlock& control, const cake::WorkspaceView& works
   fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
        phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
        " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
-       " may be dead, slow, or in another number of rounds; mask it or re-create the communication.");
+       " may be dead, slow, or in another number of rounds; mask it or re-create the "
+       "communication.");
 }
 
 }  // namespace moe_ep::ops

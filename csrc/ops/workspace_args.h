@@ -20,14 +20,16 @@ using torch::stable::Tensor;
 Geometry geometry_from(const std::vector<int64_t>& fields);
 
 // Checks type and shape of `[ep_size, segment_bytes]`; not yet whether it was initialised.
-cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry, int64_t ep_rank);
+cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry,
+                                   int64_t ep_rank);
 
-// Raises unless `initialize` prepared this very memory for this geometry, and unless no wait on it ever
-// timed out. A workspace of one rank may be a copy (tests of the ops make copies); with peers a copy is
-// always a mistake, since they go on writing into the original.
+// Raises unless `initialize` prepared this very memory for this geometry, and unless no wait on it
+// ever timed out. A workspace of one rank may be a copy (tests of the ops make copies); with peers
+// a copy is always a mistake, since they go on writing into the original.
 ControlBlock& initialised_control(const cake::WorkspaceView& workspace);
 
-RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& geometry, int64_t ep_rank);
+RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& geometry,
+                           int64_t ep_rank);
 
 int32_t checked_timeout(int64_t timeout_sec);
 int32_t checked_tokens_per_rank(int64_t tokens_per_rank, const Geometry& geometry);

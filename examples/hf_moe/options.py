@@ -53,10 +53,28 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.device_count() >= options.ranks else "cpu"
-    problem = _problem_with(options) or _problem_with_packages()
+    problem = _problem_with(options) or problem_with_packages()
     if problem:
         parser.error(problem)
     return options
+
+
+def problem_with_packages() -> str | None:
+    """Why transformers cannot be used here, or None."""
+    versions = {}
+    for package in ("transformers", "accelerate"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f'{package} is not installed; install it with: pip install "moe_ep[hf]"'
+    major, minor = (int(number) for number in versions["transformers"].split(".")[:2])
+    if (major, minor) < TRANSFORMERS_NEEDED:
+        needed = ".".join(map(str, TRANSFORMERS_NEEDED))
+        return (
+            f"transformers {needed} or later is needed, found {versions['transformers']}; "
+            'install it with: pip install "moe_ep[hf]"'
+        )
+    return None
 
 
 def _problem_with(options: argparse.Namespace) -> str | None:
@@ -74,21 +92,4 @@ def _problem_with(options: argparse.Namespace) -> str | None:
     gpus = torch.cuda.device_count()
     if options.device == "cuda" and gpus < ranks:
         return f"--device cuda needs a GPU for each of {ranks} ranks, found {gpus}"
-    return None
-
-
-def _problem_with_packages() -> str | None:
-    versions = {}
-    for package in ("transformers", "accelerate"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return f'{package} is not installed; install it with: pip install "moe_ep[hf]"'
-    major, minor = (int(number) for number in versions["transformers"].split(".")[:2])
-    if (major, minor) < TRANSFORMERS_NEEDED:
-        needed = ".".join(map(str, TRANSFORMERS_NEEDED))
-        return (
-            f"transformers {needed} or later is needed, found {versions['transformers']}; "
-            'install it with: pip install "moe_ep[hf]"'
-        )
     return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.cake import kernels
 from moe_ep.cake.config import CakeAlltoAllConfig
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
@@ -35,9 +35,9 @@ class CakeAlltoAll(MoEEpCommunication):
     """The fused one-sided backend: every rank writes into the others' memory and reads from it.
 
     On the CPU: processes of one host over anonymous shared memory. One workspace of
-    `estimate_workspace_bytes(params, ep_size, config)` bytes per rank, allocated at construction, none per round.
-    Received rows are views of it in eager code and copies in compiled graphs, where a view that outlives its round could
-    not be told from one that does not.
+    `estimate_workspace_bytes(params, ep_size, config)` bytes per rank, allocated at construction,
+    none per round. Received rows are views of it in eager code and copies in compiled graphs,
+    where a view that outlives its round could not be told from one that does not.
     """
 
     config_type = CakeAlltoAllConfig
@@ -46,7 +46,8 @@ class CakeAlltoAll(MoEEpCommunication):
 
     @classmethod
     def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
-        """Return why cake cannot run on `device` of this machine, or None if it can. No collective."""
+        """Return why cake cannot run on `device` of this machine, or None if it can. No
+        collective."""
         if device is not None and device.type != "cpu":
             return f"cake runs on the CPU, got device {device}"
         return None
@@ -57,7 +58,8 @@ class CakeAlltoAll(MoEEpCommunication):
         params: MoEEpCommParams,
         config: CakeAlltoAllConfig | None = None,
     ) -> None:
-        """Allocate and share the workspace. Collective; a failure on one rank raises on all, with every reason."""
+        """Allocate and share the workspace. Collective; a failure on one rank raises on all, with
+        every reason."""
         config = CakeAlltoAllConfig() if config is None else config
         super().__init__(
             bootstrap,
@@ -91,11 +93,13 @@ class CakeAlltoAll(MoEEpCommunication):
         eplb_local_stats: Tensor | None = None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        """Send every token to the ranks that own its experts; see MoEEpCommunication.dispatch. Collective.
+        """Send every token to the ranks that own its experts; see MoEEpCommunication.dispatch.
+        Collective.
 
-        active_rank_mask: [ceil(ep_size / 64)] uint64, bit i set for each active rank; the same on all active ranks and in
-            both calls of a round; needs `enable_rank_mask`. Tokens to other ranks are dropped, and nothing is sent to
-            them or awaited from them. None: all ranks are active.
+        active_rank_mask: [ceil(ep_size / 64)] uint64, bit i set for each active rank; the same on
+            all active ranks and in both calls of a round; needs `enable_rank_mask`. Tokens to
+            other ranks are dropped, and nothing is sent to them or awaited from them. None: all
+            ranks are active.
         """
         self._check_rank_mask(active_rank_mask)
         return self._run_dispatch(
@@ -166,11 +170,7 @@ class CakeAlltoAll(MoEEpCommunication):
             tokens_per_rank,
             self._timeout_sec,
         )
-        row_bytes = [p.shape[1] * p.element_size() for p in payloads]
-        received = [
-            self._received_rows(tokens_per_rank, row_bytes, i, payload.dtype)
-            for i, payload in enumerate(payloads)
-        ]
+        received = self._received_rows(tokens_per_rank, payloads)
         return MoEEpDispatchResult(
             hidden_states=received[0],
             topk_ids=ids,
@@ -222,34 +222,31 @@ class CakeAlltoAll(MoEEpCommunication):
         torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
 
     def _combine_input_buffer(self) -> Tensor | None:
-        return self._view(
-            self._layout.combine_rows_offset,
-            self.ep_size * self._tokens_per_rank,
-            self.params.combine_bytes_per_token,
+        return kernels.combine_input_buffer(
+            self._workspace,
+            self._layout,
+            self.ep_rank,
+            self._tokens_per_rank,
+            self.params.hidden_size,
             self.params.token_dtype,
         )
 
     def _destroy(self) -> None:
-        # Not collective: peers keep their own mappings of this rank's memory until they destroy, too.
-        del self._workspace
+        # Not collective: peers keep their own mappings of this rank's memory until they destroy,
+        # too. del self._workspace
         self._memory.close()
 
-    def _received_rows(
-        self, tokens_per_rank: int, row_bytes: list[int], index: int, dtype: torch.dtype
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            copied: Tensor = torch.ops.moe_ep.cake_received_rows(
-                self._workspace, self._geometry, self.ep_rank, tokens_per_rank, row_bytes, index
+    def _received_rows(self, tokens_per_rank: int, payloads: list[Tensor]) -> list[Tensor]:
+        if not torch.compiler.is_compiling():
+            return kernels.received_rows(
+                self._workspace, self._layout, self.ep_rank, tokens_per_rank, payloads
             )
-            return copied.view(dtype)
-        offset = self._layout.payload_offset(tokens_per_rank, row_bytes, index)
-        return self._view(offset, self.ep_size * tokens_per_rank, row_bytes[index], dtype)
-
-    def _view(self, offset: int, rows: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Return [rows, row_bytes / itemsize] of `dtype` in this rank's own segment, dense."""
-        own = self._workspace[self.ep_rank]
-        flat = own[offset : offset + rows * row_bytes].view(dtype)
-        return flat.view(rows, row_bytes // dtype.itemsize)
+        row_bytes = [payload.shape[1] * payload.element_size() for payload in payloads]
+        where = (self._workspace, self._geometry, self.ep_rank, tokens_per_rank, row_bytes)
+        return [
+            torch.ops.moe_ep.cake_received_rows(*where, index).view(payload.dtype)
+            for index, payload in enumerate(payloads)
+        ]
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ _MAX_EXTRA_BYTES = 1 << 20
 class CakeAlltoAllConfig(CommunicationConfig):
     """Settings of the cake backend, besides those of every backend.
 
-    extra_payload_bytes_per_token: bytes by which a torch.uint8 row given to dispatch may exceed the dispatch format's row.
+    extra_payload_bytes_per_token: bytes by which a torch.uint8 row given to dispatch may exceed
+        the dispatch format's row.
     eplb_stats_num_experts: length of eplb_local_stats, 0..num_experts; 0: no statistics.
     enable_rank_mask: whether dispatch and combine accept active_rank_mask.
     """

@@ -74,7 +74,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
         self._open_round: _OpenRound | None = None
         self._input_error: str | None = None
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _dispatch(
         self,
         hidden_states: Tensor,
@@ -119,12 +119,10 @@ class TorchDistAlltoAll(MoEEpCommunication):
                 tokens_per_rank=tokens_per_rank,
                 hidden_states_scale=scales,
                 eplb_gathered_stats=None if eplb_local_stats is None else stats.to(self.device),
-                recv_token_counts=torch.tensor(
-                    recv_counts, dtype=torch.int32, device=self.device
-                ),
+                recv_token_counts=torch.tensor(recv_counts, dtype=torch.int32, device=self.device),
             )
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _combine(
         self,
         expert_output: Tensor,
@@ -139,9 +137,13 @@ class TorchDistAlltoAll(MoEEpCommunication):
         routing, recv_counts = self._open_round.routing, self._open_round.recv_counts
         with self._on_stream():
             self._transport.start_call(self._epoch)
-            blocks = expert_output.unflatten(0, (self.ep_size, tokens_per_rank))
-            rows = torch.cat([block[:count] for block, count in zip(blocks, recv_counts,
-            strict=True)]) partials = self._transport.exchange_rows(
+            rows = torch.cat(
+                [
+                    expert_output.narrow(0, source * tokens_per_rank, count)
+                    for source, count in enumerate(recv_counts)
+                ]
+            )
+            partials = self._transport.exchange_rows(
                 "combine", as_bytes(rows), recv_counts, routing.send_counts
             ).view(expert_output.dtype)
             combined = _sum_by_token(partials, routing, num_tokens)
@@ -197,7 +199,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
         handle = self._bootstrap.stream
         if handle == 0:
             return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
 
     def _refuse_capture(self) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -213,9 +215,10 @@ def _sum_by_token(partials: Tensor, routing: Routing, num_tokens: int) -> Tensor
     partials: [sum(send_counts), hidden_size], in the order of `routing.tokens`.
     """
     total = partials.new_zeros((num_tokens, partials.shape[1]), dtype=torch.float32)
-    counts = routing.send_counts
+    tokens_by_owner = torch.split(routing.tokens, routing.send_counts)
+    rows_by_owner = torch.split(partials, routing.send_counts)
     # One owner after the other fixes the order of the additions; a token is at most once in each.
-    for tokens, rows in zip(routing.tokens.split(counts), partials.split(counts), strict=True):
+    for tokens, rows in zip(tokens_by_owner, rows_by_owner, strict=True):
         total.index_add_(0, tokens, rows.float())
     inf = float("inf")
     # Makes every NaN the canonical one, whatever its sign and payload; infinities stay.

@@ -47,9 +47,10 @@ def pack_headers(header: RoundHeader, row_counts: list[int], stats: Tensor) -> T
 
 
 def unpack_headers(words: Tensor) -> tuple[list[int], list[RoundHeader], Tensor]:
-    """Return each source's row count for this rank, its header, and its stats [ep_size, *]
-    int32.""" counts, headers, stats = words.split([1, _NUM_FIELDS, words.shape[1] - 1 -
-    _NUM_FIELDS], dim=1) return (
+    """Return each source's row count for this rank, its header, and stats [ep_size, *] int32."""
+    num_stats = words.shape[1] - 1 - _NUM_FIELDS
+    counts, headers, stats = torch.split(words, [1, _NUM_FIELDS, num_stats], dim=1)
+    return (
         counts.flatten().tolist(),
         [RoundHeader(*row) for row in headers.tolist()],
         stats.int(),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 def as_bytes(rows: Tensor) -> Tensor:
     """Return [n, c] of any dtype as [n, bytes] uint8, without a copy where it is contiguous."""
-    return rows.contiguous().view(torch.uint8)
+    dense = rows.contiguous()
+    # contiguous() leaves any stride on a dimension of size 1; a view as bytes needs stride 1.
+    return dense.as_strided(dense.shape, (dense.shape[1], 1)).view(torch.uint8)
 
 
 def pack(columns: Sequence[Tensor], tokens: Tensor) -> Tensor:
@@ -30,6 +32,6 @@ def unpack_into(columns: Sequence[Tensor], records: Tensor, counts: list[int]) -
     """
     blocks = [column.view(torch.uint8) for column in columns]
     widths = [block.shape[2] for block in blocks]
-    for source, source_records in enumerate(records.split(counts)):
-        for block, part in zip(blocks, source_records.split(widths, dim=1), strict=True):
+    for source, source_records in enumerate(torch.split(records, counts)):
+        for block, part in zip(blocks, torch.split(source_records, widths, dim=1), strict=True):
             block[source, : counts[source]].copy_(part)

@@ -66,10 +66,10 @@ class Transport:
     def exchange_rows(
         self, phase: str, rows: Tensor, send_counts: list[int], recv_counts: list[int]
     ) -> Tensor:
-        """Send the next `send_counts[p]` rows to each rank p; return what came, by rank. Collective.
+        """Send the next `send_counts[p]` rows to each rank p; return what came. Collective.
 
         phase: "dispatch" or "combine". rows: [sum(send_counts), bytes] uint8, contiguous; the
-        result is [sum(recv_counts), bytes].
+        result is [sum(recv_counts), bytes], by rank.
         """
         if self._group is None:
             return rows
@@ -78,7 +78,8 @@ class Transport:
             self._over_nccl(phase, received, rows, recv_counts, send_counts)
         else:
             tag = _DISPATCH_ROWS if phase == "dispatch" else _COMBINE_ROWS
-            outgoing, incoming = rows.split(send_counts), received.split(recv_counts)
+            outgoing = torch.split(rows, send_counts)
+            incoming = torch.split(received, recv_counts)
             self._over_gloo(phase, list(outgoing), list(incoming), tag)
         return received
 
@@ -110,6 +111,7 @@ class Transport:
                 received, rows, recv_counts, send_counts, group=self._group, async_op=True
             )
             # With a timeout NCCL's wait blocks the host, which is what makes it end.
+            assert work is not None
             work.wait(timedelta(seconds=self._deadline.remaining()))
         except RuntimeError as exc:
             raise MoEEpTimeoutError(

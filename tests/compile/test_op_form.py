@@ -1,0 +1,141 @@
+"""Is a compiled layer right in every pattern of use, with the workspace never cloned?
+
+With two ranks an op raises when it is handed a clone of the workspace, so a round that ends is a
+round without clones. Values are small integers in float32: whatever Inductor fuses, the result is
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpDispatchResult, create_communication
+from moe_ep.cake import kernels
+from tests.conftest import RunOnRanks
+from tests.ranks import RankContext
+
+HIDDEN, EXPERTS, TOP_K, CAPACITY = 16, 4, 2, 8
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def owns_a_pick(comm: MoEEpCommunication, result: MoEEpDispatchResult) -> Tensor:
+    first, end = comm.first_local_expert, comm.first_local_expert + comm.num_local_experts
+    return ((result.topk_ids >= first) & (result.topk_ids < end)).any(1, keepdim=True)
+
+
+def elementwise(comm: MoEEpCommunication, result: MoEEpDispatchResult) -> Tensor:
+    return torch.where(owns_a_pick(comm, result), result.hidden_states * 2 + 1, 0)
+
+
+def matmul(comm: MoEEpCommunication, result: MoEEpDispatchResult) -> Tensor:
+    weight = torch.eye(HIDDEN) * 2 + torch.ones(HIDDEN, HIDDEN).tril(-1).triu(-1)
+    return torch.where(owns_a_pick(comm, result), (result.hidden_states @ weight) % 64, 0)
+
+
+def chain(comm: MoEEpCommunication, experts: Callable[..., Tensor], layers: int) -> Layer:
+    def model(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        for _ in range(layers):
+            x = (x + comm.combine(experts(comm, comm.dispatch(x, ids, weights)))) % 64
+        return x
+
+    return model
+
+
+def late(comm: MoEEpCommunication, keep: Callable[[MoEEpDispatchResult], Tensor]) -> Layer:
+    """What the first dispatch brought is used after the second one."""
+
+    def model(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        first = comm.dispatch(x, ids, weights)
+        kept = keep(first)
+        x = comm.combine(elementwise(comm, first)) % 64
+        x = comm.combine(elementwise(comm, comm.dispatch(x + 1, ids, weights)))
+        return x + kept
+
+    return model
+
+
+def valid_rows(result: MoEEpDispatchResult) -> Tensor:
+    return torch.where((result.topk_ids >= 0).any(1, keepdim=True), result.hidden_states, 0)
+
+
+PATTERNS: dict[str, Callable[[MoEEpCommunication], Layer]] = {
+    "elementwise x1": lambda comm: chain(comm, elementwise, 1),
+    "elementwise x3": lambda comm: chain(comm, elementwise, 3),
+    "matmul x1": lambda comm: chain(comm, matmul, 1),
+    "matmul x2": lambda comm: chain(comm, matmul, 2),
+    "rows kept": lambda comm: late(comm, lambda r: (valid_rows(r) * 3)[:1]),
+    "sum kept": lambda comm: late(comm, lambda r: valid_rows(r).sum()),
+    "rows kept as other dtype": lambda comm: late(
+        comm, lambda r: (valid_rows(r).view(torch.int32) >> 16).sum()
+    ),
+    "ids, weights, counts kept": lambda comm: late(
+        comm,
+        lambda r: r.topk_ids.sum() + r.recv_token_counts.sum() + (r.topk_ids >= 0).sum(),
+    ),
+}
+
+
+def inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * rank + num_tokens)
+    x = torch.randint(0, 64, (num_tokens, HIDDEN), generator=random).float()
+    ids = torch.rand(num_tokens, EXPERTS, generator=random).topk(TOP_K).indices
+    return x, ids, torch.rand(num_tokens, TOP_K, generator=random)
+
+
+def compiled_equals_eager(context: RankContext, pattern: str, tokens: list[int]) -> int:
+    params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
+    torch._dynamo.reset()
+    counters.clear()
+    with create_communication(context.bootstrap(), params, "cake", timeout_sec=100) as comm:
+        model = PATTERNS[pattern](comm)
+        compiled = torch.compile(model, fullgraph=True)
+        for num_tokens in tokens:
+            arguments = inputs(context.rank, num_tokens)
+            want = model(*arguments)
+            got = compiled(*arguments)
+            assert torch.equal(got, want), f"{pattern}, n={num_tokens}: {got} is not {want}"
+    graphs: int = counters["stats"]["unique_graphs"]
+    return graphs
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiled_layers_equal_eager_ones_in_one_graph(ranks: RunOnRanks, pattern: str) -> None:
+    assert ranks(2, compiled_equals_eager, pattern=pattern, tokens=[5], seconds=110) == [1, 1]
+
+
+def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks) -> None:
+    tokens = [5, 7, 3, 8]
+    graphs = ranks(2, compiled_equals_eager, pattern="elementwise x1", tokens=tokens, seconds=110)
+    assert graphs == [2, 2]
+
+
+def a_clone_of_the_workspace(context: RankContext) -> str:
+    params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
+    with create_communication(context.bootstrap(), params, "cake") as comm:
+        x, ids, _ = inputs(context.rank, 4)
+        what = (ids, None, [x], None, None, comm._geometry, comm.ep_rank, -1, CAPACITY, 20)
+        try:
+            torch.ops.moe_ep.cake_dispatch(comm._workspace.clone(), *what)
+        except RuntimeError as exc:
+            return str(exc)
+        return "accepted"
+
+
+def test_a_clone_of_the_workspace_raises_and_names_the_pattern(ranks: RunOnRanks) -> None:
+    for said in ranks(2, a_clone_of_the_workspace):
+        assert "this workspace tensor is a copy of the shared one" in said, said
+
+
+def test_views_of_the_workspace_cannot_be_compiled() -> None:
+    def model(workspace: Tensor) -> Tensor:
+        return kernels.wrap_workspace(workspace, (2,), 0, 16, torch.float32) * 2
+
+    workspace = torch.zeros(64, dtype=torch.uint8)
+    assert torch.equal(model(workspace), torch.zeros(2, 2))
+    with pytest.raises(Exception, match="views of the workspace are for eager code"):
+        torch.compile(model, fullgraph=True)(workspace)

@@ -1,0 +1,92 @@
+"""Do schema, fake and implementation of every op agree? torch's own checks, with one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ep.ops  # noqa: F401  (loads the ops)
+from moe_ep._native import Geometry
+
+TOKENS, TOP_K, HIDDEN, CAPACITY, STATS = 3, 2, 40, 4, 5
+GEOMETRY = Geometry(
+    ep_size=1,
+    num_experts=6,
+    top_k=TOP_K,
+    max_tokens_per_rank=CAPACITY,
+    dispatch_bytes_per_token=2 * HIDDEN + 4,
+    combine_bytes_per_token=2 * HIDDEN,
+    eplb_stats_num_experts=STATS,
+)
+FIELDS = GEOMETRY.fields()
+OPS = torch.ops.moe_ep
+ROW_BYTES = [2 * HIDDEN, 4]
+
+
+def workspace() -> Tensor:
+    memory = torch.zeros(1, GEOMETRY.segment_bytes, dtype=torch.uint8)
+    OPS.cake_initialize(memory, FIELDS, 0)
+    return memory
+
+
+def dispatch_arguments(memory: Tensor) -> tuple[Any, ...]:
+    return (
+        memory,
+        torch.tensor([[0, 5], [-1, 2], [-1, -1]]),
+        torch.rand(TOKENS, TOP_K),
+        [torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, 1)],
+        torch.arange(STATS, dtype=torch.int32),
+        None,
+        FIELDS,
+        0,
+        -1,
+        CAPACITY,
+        1,
+    )
+
+
+def dispatched() -> Tensor:
+    memory = workspace()
+    OPS.cake_dispatch(*dispatch_arguments(memory))
+    return memory
+
+
+def combine_arguments() -> tuple[Any, ...]:
+    expert_output = torch.randn(CAPACITY, HIDDEN).bfloat16()
+    where = (dispatched(), expert_output, None, FIELDS, 0)
+    return (*where, TOKENS, CAPACITY, HIDDEN, torch.bfloat16, 1)
+
+
+CASES = {
+    "cake_initialize": lambda: (workspace(), FIELDS, 0),
+    "cake_dispatch": lambda: dispatch_arguments(workspace()),
+    "cake_received_rows": lambda: (dispatched(), FIELDS, 0, CAPACITY, ROW_BYTES, 1),
+    "cake_combine": combine_arguments,
+    "cake_combine_out": lambda: (
+        *combine_arguments()[:5],
+        CAPACITY,
+        1,
+        torch.empty(TOKENS, HIDDEN).bfloat16(),
+    ),
+    "cake_combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0),
+    "cake_check": lambda: (dispatched(), FIELDS, 0),
+    "sanitize_expert_ids": lambda: (
+        torch.zeros(2, 3, 2, dtype=torch.int32),
+        torch.tensor([1, 3], dtype=torch.int32),
+        -1,
+    ),
+    "active_rank_mask": lambda: ([0, 65], 70),
+}
+
+
+def test_every_op_has_a_case() -> None:
+    schemas = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ep::")]
+    assert sorted(name.removeprefix("moe_ep::") for name in schemas) == sorted(CASES)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_opcheck(op: str) -> None:
+    torch.library.opcheck(getattr(OPS, op).default, CASES[op]())

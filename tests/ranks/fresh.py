@@ -1,0 +1,77 @@
+"""New processes for one body: for tests in which ranks die, are interrupted, or leave without
+cleaning up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.ranks import wire
+from tests.ranks.process import serve_once
+from tests.ranks.processes import RankFailedError, Ranks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    exit_code: as the shell's, negative for a signal.
+    value: what the body returned, None if it did not.
+    error: the traceback if it raised.
+    seconds: from the start of the processes to the end of this one.
+    """
+
+    exit_code: int
+    value: Any
+    error: str | None
+    seconds: float
+
+
+def run_fresh(
+    size: int,
+    body: Callable[..., Any],
+    kwargs: dict[str, Any],
+    *,
+    device: str = "cpu",
+    seconds: float = 30,
+) -> list[Outcome]:
+    """Return how each of `size` new processes ended that ran `body(context, **kwargs)`.
+
+    Raises RankFailedError with the stacks if one did not end in time.
+    """
+    request = wire.dumps(wire.call_of(device, body, kwargs))
+    everyone = range(size)
+    started = time.monotonic()
+    deadline = started + seconds
+    ranks = Ranks(size, serve_once, lambda rank, port, stacks: (rank, size, port, stacks, request))
+    try:
+        answers = ranks.collect(everyone, deadline)
+        ended: dict[int, float] = {}
+        while len(ended) < size and time.monotonic() < deadline:
+            for rank in everyone:
+                if rank not in ended and not ranks.processes[rank].is_alive():
+                    ended[rank] = time.monotonic() - started
+            time.sleep(0.01)
+        if len(ended) < size:
+            late = [rank for rank in everyone if rank not in ended]
+            raise RankFailedError(
+                f"{body.__qualname__}: ranks {late} did not exit in {seconds:.0f} s\n"
+                + ranks.stacks(everyone)
+            )
+        return [
+            _outcome(ranks.processes[rank].exitcode, answers[rank], ended[rank])
+            for rank in everyone
+        ]
+    finally:
+        ranks.kill()
+
+
+def _outcome(exit_code: int | None, answer: tuple[str, Any], seconds: float) -> Outcome:
+    assert exit_code is not None
+    kind, what = answer
+    return Outcome(
+        exit_code, what if kind == "value" else None, what if kind == "error" else None, seconds
+    )

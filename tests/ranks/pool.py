@@ -1,0 +1,102 @@
+"""The processes that serve a whole test session: a body costs a message, not a start.
+
+After any failure all of them are replaced, so that no test meets what another left behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.ranks import wire
+from tests.ranks.process import serve
+from tests.ranks.processes import RankFailedError, Ranks
+
+MAX_RANKS = 8
+_START_SECONDS = 90.0
+_GRACE_SECONDS = 3.0
+
+
+class RankPool:
+    """Runs bodies on ranks that live as long as it."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+
+    def run(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        kwargs: dict[str, Any],
+        *,
+        device: str = "cpu",
+        seconds: float = 30,
+    ) -> list[Any]:
+        """Return what `body(context, **kwargs)` returned on each of `size` ranks.
+
+        Raises RankFailedError with the traceback of each rank that raised, the exit code of each
+        that died and the stack of each that did not end in time.
+        """
+        used = range(MAX_RANKS - size, MAX_RANKS)
+        request = wire.dumps((size, *wire.call_of(device, body, kwargs)))
+        ranks = self._running()
+        try:
+            for rank in used:
+                ranks.connections[rank].send_bytes(request)
+            answers = ranks.collect(used, time.monotonic() + seconds, _GRACE_SECONDS)
+            if all(answers.get(rank, ("", None))[0] == "value" for rank in used):
+                return [answers[rank][1] for rank in used]
+            raise RankFailedError(_report(ranks, used, answers, body, seconds))
+        except RankFailedError:
+            self.close()
+            raise
+        except (
+            BaseException
+        ):  # a time limit of pytest, or Ctrl-C: the ranks are in the middle of something
+            print(ranks.stacks(used))
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks = None
+
+    def _running(self) -> Ranks:
+        if self._ranks is None:
+            everyone = range(MAX_RANKS)
+            ranks = Ranks(
+                MAX_RANKS, serve, lambda rank, port, stacks: (rank, MAX_RANKS, port, stacks)
+            )
+            ready = ranks.collect(everyone, time.monotonic() + _START_SECONDS)
+            if any(ready.get(rank) != ("value", "ready") for rank in everyone):
+                message = f"the pool did not start: {ready}\n{ranks.stacks(everyone)}"
+                ranks.kill()
+                raise RankFailedError(message)
+            self._ranks = ranks
+        return self._ranks
+
+
+def _report(
+    ranks: Ranks,
+    used: range,
+    answers: dict[int, tuple[str, Any]],
+    body: Callable[..., Any],
+    seconds: float,
+) -> str:
+    lines = [f"{body.__qualname__} failed on {len(used)} ranks"]
+    for rank, worker in enumerate(used):
+        kind, what = answers.get(worker, ("silent", None))
+        if kind == "error":
+            lines.append(f"--- rank {rank} raised\n{what}")
+        elif kind == "died":
+            ranks.processes[worker].join(1)
+            lines.append(f"--- rank {rank} died with exit code {ranks.processes[worker].exitcode}")
+        elif kind == "silent":
+            lines.append(f"--- rank {rank} did not end (limit {seconds:.0f} s)")
+    silent = [worker for worker in used if worker not in answers]
+    if silent:
+        lines.append(ranks.stacks(used))
+    return "\n".join(lines)

@@ -1,0 +1,148 @@
+"""What happens inside a rank: it serves the pool, or runs one body and exits.
+
+A rank never outlives the test session: the kernel kills it when its parent dies. SIGUSR1 makes it
+write the stack of every thread to its own file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_ep import BootstrapConfig
+from tests.ranks import wire
+
+_PR_SET_PDEATHSIG = 1
+_GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a body knows about the rank it runs on.
+
+    rank, size: of the group that the test asked for. Where the group is a part of all processes,
+        its ranks are not the
+        global ones: a mix-up shows.
+    group: its process group. None in a fresh process, whose environment is set as torchrun sets it.
+    device: where the test wants its tensors.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+    device: str = "cpu"
+
+    def bootstrap(self) -> BootstrapConfig:
+        """Return the group as the library wants it."""
+        return BootstrapConfig(self.size, self.rank, process_group=self.group, device=self.device)
+
+    def barrier(self) -> None:
+        """Return when all ranks of the group have entered."""
+        dist.barrier(group=self.group)
+
+
+def prepare(stack_file: str) -> None:
+    """Tie this process to its parent, and let it tell its stack."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # the parent died before the request
+    # Stays open: faulthandler writes to its descriptor.
+    file = open(stack_file, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    faulthandler.enable(file=file)
+    torch.set_num_threads(1)
+
+
+def groups_of_every_size(world_size: int) -> dict[int, dist.ProcessGroup]:
+    """Return for each size a group of the last ranks. Collective over all processes."""
+    return {
+        size: dist.new_group(range(world_size - size, world_size), timeout=_GROUP_TIMEOUT)
+        for size in range(1, world_size + 1)
+    }
+
+
+def serve(
+    connection: Connection, worker: int, world_size: int, store_port: int, stack_file: str
+) -> None:
+    """Run bodies as they come, until the parent closes the connection."""
+    prepare(stack_file)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=worker, world_size=world_size, timeout=_GROUP_TIMEOUT
+    )
+    groups = groups_of_every_size(world_size)
+    connection.send_bytes(wire.dumps(("value", "ready")))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        size, *call = wire.loads(request)
+        rank = worker - (world_size - size)
+        connection.send_bytes(run(rank, size, groups[size], *call))
+
+
+def serve_once(
+    connection: Connection,
+    rank: int,
+    size: int,
+    store_port: int,
+    stack_file: str,
+    request: bytes,
+) -> None:
+    """Run one body in an environment like torchrun's, then leave through the interpreter's own
+    exit.
+    """
+    prepare(stack_file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store_port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    status = 0
+    try:
+        connection.send_bytes(run(rank, size, None, *wire.loads(request)))
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A forked child would skip the exit handlers and destructors that a user's process runs.
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def run(
+    rank: int,
+    size: int,
+    group: dist.ProcessGroup | None,
+    device: str,
+    module: str,
+    qualname: str,
+    kwargs: dict[str, Any],
+) -> bytes:
+    """Return the pickled ("value", result) or ("error", traceback) of one body."""
+    try:
+        body = wire.find(module, qualname)
+        return wire.dumps(("value", body(RankContext(rank, size, group, device), **kwargs)))
+    except Exception:
+        return wire.dumps(("error", traceback.format_exc()))

@@ -1,0 +1,135 @@
+"""How are ranks started, watched and ended? Forked from one server that has imported torch
+already.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.ranks import wire
+
+_FORK = multiprocessing.get_context("forkserver")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class RankFailedError(AssertionError):
+    """A body failed on a rank, or a rank died or did not end. The message has every rank's part."""
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from. Once; they inherit what it has imported, and
+    its environment.
+    """
+    _FORK.set_forkserver_preload(
+        ["torch", "torch.distributed", "pytest", "hypothesis", "moe_ep", "tests.ranks.process"]
+    )
+    own_environment = dict(os.environ)
+    for name in _LAUNCHER_VARIABLES:  # a launcher that started us did not start them
+        os.environ.pop(name, None)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name lookup, no firewall
+    os.environ["OMP_NUM_THREADS"] = "1"
+    forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(own_environment)
+
+
+class Ranks:
+    """Some processes, and the connection to each."""
+
+    def __init__(
+        self,
+        count: int,
+        target: Callable[..., None],
+        arguments: Callable[[int, int, str], tuple[Any, ...]],
+    ) -> None:
+        """Start them.
+
+        arguments: what `target` gets after its connection, from the rank, the port of the ranks'
+            store, and the path of the rank's stack file.
+        """
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        # Held here, so that no rank's death takes it away from the others.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.connections: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        for rank in range(count):
+            ours, theirs = _FORK.Pipe()
+            process = _FORK.Process(
+                target=target,
+                args=(theirs, *arguments(rank, self._store.port, self.stack_file(rank))),
+                daemon=True,
+                name=f"rank {rank}",
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def stack_file(self, rank: int) -> str:
+        """Return where a rank writes its stack."""
+        return str(Path(self._directory.name) / f"{rank}.txt")
+
+    def collect(
+        self, ranks: range, deadline: float, grace: float | None = None
+    ) -> dict[int, tuple[str, Any]]:
+        """Return what each rank sent, until all have, or died, or the deadline passed.
+
+        grace: seconds that the others still get once one has failed or died; None: until the
+            deadline.
+        """
+        answers: dict[int, tuple[str, Any]] = {}
+        by_connection = {self.connections[rank]: rank for rank in ranks}
+        while by_connection and time.monotonic() < deadline:
+            for ready in wait(list(by_connection), timeout=deadline - time.monotonic()):
+                assert isinstance(ready, Connection)
+                rank = by_connection.pop(ready)
+                try:
+                    answers[rank] = wire.loads(ready.recv_bytes())
+                except EOFError:
+                    answers[rank] = ("died", None)
+                if grace is not None and answers[rank][0] != "value":
+                    deadline = min(deadline, time.monotonic() + grace)
+        return answers
+
+    def stacks(self, ranks: range) -> str:
+        """Return the Python stack of each rank that still runs, for a message."""
+        alive = [rank for rank in ranks if self.processes[rank].is_alive()]
+        for rank in alive:
+            pid = self.processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)  # the handler writes within milliseconds, but nobody tells when
+        texts = [
+            f"--- stack of rank {rank - ranks.start}\n{Path(self.stack_file(rank)).read_text()}"
+            for rank in alive
+        ]
+        return "\n".join(texts)
+
+    def kill(self) -> None:
+        """End what still runs, and clean up."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            connection.close()
+        self._directory.cleanup()
