@@ -121,6 +121,8 @@ def extensions():
     print(f"moe_ep: torch {torch.__version__}, CUDA: {f'no, {no_cuda}' if no_cuda else cuda_home}")
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
     os.environ.setdefault("MAX_JOBS", "2")
+    # Where pip puts ninja, also if this Python's environment is not activated.
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     # Before the libraries, where it works: those that no object needs are not asked for at import.
     os.environ["LDFLAGS"] = f"-Wl,--as-needed {os.environ.get('LDFLAGS', '')}"
 

@@ -62,13 +62,14 @@ def main() -> None:
     except moe_ep.MoEEpConfigError as error:
         parser.error(str(error))
 
+    where = report.machine()
     effort = Effort(options.seconds, options.iterations)
     body = functools.partial(_all_cases, cases, options.backends, effort)
     results = run_ranks(options.ranks, options.threads, body)
-    print(_title(options))
+    print(_title(options, where))
     print(report.table(results))
     if options.json:
-        document = report.document(_as_json(options), results)
+        document = report.document(where, _as_json(options), results)
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
@@ -141,8 +142,7 @@ def _problem(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _title(options: argparse.Namespace) -> str:
-    where = report.machine()
+def _title(options: argparse.Namespace, where: dict[str, Any]) -> str:
     zero_copy = "zero-copy combine" if options.zero_copy else "combine from ordinary memory"
     return (
         f"{where['cpu']}, {where['cores']} cores, {where['kernel']}, Python {where['python']}, "
@@ -150,7 +150,16 @@ def _title(options: argparse.Namespace) -> str:
         f"{options.ranks} ranks, {options.dtype}, top {options.top_k} of {options.num_experts} "
         f"experts, {options.routing} routing, {zero_copy}\n"
         "times of the slowest rank, medians over the rounds unless p99\n"
+        f"{_busy(where)}"
     )
+
+
+def _busy(where: dict[str, Any]) -> str:
+    """Return a warning where other programs will have cost more than a little."""
+    load, cores = where["load_average_before"], where["cores"]
+    if load < cores / 2:
+        return ""
+    return f"the machine was busy (load {load:.1f} on {cores} cores): trust the ratios only\n"
 
 
 def _as_json(options: argparse.Namespace) -> dict[str, Any]:

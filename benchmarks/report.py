@@ -19,12 +19,12 @@ BASELINE = "torch_dist"
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were taken."""
+    """Where and with what figures are taken. The load is that of before, if called before."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": f"{platform.system()} {platform.release()}",
-        "load_average_1min": os.getloadavg()[0],
+        "load_average_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "moe_ep": moe_ep.__version__,
@@ -42,11 +42,13 @@ def figures(result: CaseResult) -> list[dict[str, Any]]:
     return [_figures_of(timing, result, memcpy, baseline) for timing in result.timings]
 
 
-def document(options: dict[str, Any], results: list[CaseResult]) -> dict[str, Any]:
-    """Everything, for json.dump."""
+def document(
+    where: dict[str, Any], options: dict[str, Any], results: list[CaseResult]
+) -> dict[str, Any]:
+    """Everything, for json.dump. where: what `machine` returned before the first case."""
     return {
         "benchmark": "moe_ep_comm",
-        "machine": machine(),
+        "machine": where,
         "options": options,
         "cases": [
             {

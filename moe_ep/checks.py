@@ -10,12 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ep._native import MAX_EP_SIZE
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.config import CommunicationConfig, require_int_in_range
 from moe_ep.errors import MoEEpConfigError
-from moe_ep.params import MAX_EP_SIZE, MoEEpCommParams, RowFormat
+from moe_ep.params import MoEEpCommParams, RowFormat
 
 ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    """Raise TypeError unless `value` is a `wanted`."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}.")
 
 
 def check_construction(
@@ -26,13 +33,9 @@ def check_construction(
     eplb_stats_num_experts: int,
 ) -> None:
     """Check what one rank can see of the constructor's arguments."""
-    for name, value, wanted in (
-        ("bootstrap", bootstrap, BootstrapConfig),
-        ("params", params, MoEEpCommParams),
-        ("config", config, config_type),
-    ):
-        if not isinstance(value, wanted):
-            raise TypeError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}.")
+    check_type("bootstrap", bootstrap, BootstrapConfig)
+    check_type("params", params, MoEEpCommParams)
+    check_type("config", config, config_type)
     if bootstrap.world_size > MAX_EP_SIZE:
         raise MoEEpConfigError(f"world_size must be 1..{MAX_EP_SIZE}, got {bootstrap.world_size}.")
     require_int_in_range("eplb_stats_num_experts", eplb_stats_num_experts, 0, params.num_experts)

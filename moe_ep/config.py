@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from moe_ep._native import MAX_TIMEOUT_SEC
 from moe_ep.collectives import as_comm_backend
 from moe_ep.errors import MoEEpConfigError
-
-MAX_TIMEOUT_SEC = 86400
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ep._native import MAX_TOP_K, expert_range
 from moe_ep.errors import MoEEpConfigError
-
-MAX_TOP_K = 32
-"""Largest top_k that the backends carry."""
-
-MAX_EP_SIZE = 256
-"""Largest number of ranks in one expert-parallel group."""
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of an unquantised row."""
@@ -188,8 +183,7 @@ def expert_partition(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int,
         raise MoEEpConfigError(
             f"ep_rank must be 0..{ep_size - 1} (ep_size={ep_size}), got {ep_rank}."
         )
-    share, remainder = divmod(num_experts, ep_size)
-    return ep_rank * share + min(ep_rank, remainder), share + (ep_rank < remainder)
+    return expert_range(num_experts, ep_size, ep_rank)
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:

@@ -8,6 +8,7 @@ caller says.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -81,7 +82,7 @@ def exchange(
             peer = owner
             work.wait(timedelta(seconds=deadline.remaining()))
     except RuntimeError as exc:
-        reason = "no answer" if deadline.expired() else f"connection lost: {_first_line(exc)}"
+        reason = "no answer" if deadline.expired() else f"connection lost: {_first_sentence(exc)}"
         raise PeerSilentError(peer, deadline.elapsed(), reason) from exc
 
 
@@ -90,5 +91,7 @@ def _posted(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _first_line(exc: RuntimeError) -> str:
-    return str(exc).partition("\n")[0].rstrip(". ")
+def _first_sentence(exc: RuntimeError) -> str:
+    """Return what Gloo says happened, without its source line and its advice."""
+    sentence = str(exc).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return re.sub(r"^\[\S+:\d+\] ", "", sentence)

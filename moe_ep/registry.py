@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from moe_ep._native import MAX_EP_SIZE
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig, require_int_in_range
 from moe_ep.construction import HostIdentity, unsupported_reasons
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError
-from moe_ep.params import MAX_EP_SIZE, MoEEpCommParams
+from moe_ep.params import MoEEpCommParams
 
 AUTO = "auto"
 """Asks create_communication to choose; no backend can have this name."""

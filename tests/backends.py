@@ -1,24 +1,26 @@
-"""Which backends does the contract suite run on? A new backend adds a line."""
+"""Which backends does the contract suite run on? A new backend adds a line to `ALL`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+import pytest
 
 
 @dataclass(frozen=True)
 class Backend:
     """A backend under test, and what of the contract it offers beyond what all must.
 
-    masks: active_rank_mask. extra_bytes: extra_payload_bytes_per_token. zero_copy:
-    get_combine_input_buffer returns memory.
+    masks: active_rank_mask.
+    extra_bytes: extra_payload_bytes_per_token.
+    zero_copy: get_combine_input_buffer returns memory.
     """
 
     name: str
     masks: bool = False
     extra_bytes: bool = False
     zero_copy: bool = False
-    devices: tuple[str, ...] = field(default=("cpu",))
+    devices: tuple[str, ...] = ("cpu",)
 
     def __str__(self) -> str:
         return self.name
@@ -30,14 +32,18 @@ ALL = (
 )
 
 
-def on_devices(*, having: str | None = None) -> list[Any]:
-    """Return the (backend, device) pairs that a test runs on.
+def on_each(*, having: str | None = None) -> pytest.MarkDecorator:
+    """Run a test with `backend` and `device` for each backend on each of its devices.
 
-    having: the name of a field of Backend that must be true.
+    having: the field of Backend that must be true.
     """
-    return [
+    pairs = [
         (backend, device)
         for backend in ALL
         if having is None or getattr(backend, having)
         for device in backend.devices
     ]
+    return pytest.mark.parametrize(("backend", "device"), pairs, ids=str)
+
+
+every_backend = on_each()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests.ranks import Outcome
-from tests.ranks.fresh import run_fresh
 from tests.ranks.launched import LaunchedRanks, is_launched, world_size_problem
 from tests.ranks.pool import RankPool
 from tests.ranks.processes import start_server
@@ -20,8 +18,16 @@ settings.register_profile("ranks", derandomize=True, database=None, deadline=Non
 settings.load_profile("ranks")
 
 
-class RunOnRanks(Protocol):
-    """The `ranks` fixture."""
+class RunOnRanks:
+    """The `ranks` fixture: `ranks(size, body, **kwargs)` runs a function on real processes."""
+
+    def __init__(self, processes: RankPool | LaunchedRanks) -> None:
+        self._processes = processes
+
+    @property
+    def max_size(self) -> int:
+        """The most ranks there are."""
+        return self._processes.max_size
 
     def __call__(
         self,
@@ -42,7 +48,8 @@ class RunOnRanks(Protocol):
             leave.
         seconds: how long it may take; then every rank's stack is printed and the call fails.
         """
-        ...
+        run = self._processes.run_fresh if dedicated else self._processes.run
+        return run(size, body, kwargs, device=device, seconds=seconds)
 
 
 def pytest_configure() -> None:
@@ -61,23 +68,4 @@ def rank_processes() -> Iterator[RankPool | LaunchedRanks]:
 
 @pytest.fixture
 def ranks(rank_processes: RankPool | LaunchedRanks) -> RunOnRanks:
-    def run_on_ranks(
-        size: int,
-        body: Callable[..., Any],
-        /,
-        *,
-        device: str = "cpu",
-        dedicated: bool = False,
-        seconds: float = 30,
-        **kwargs: Any,
-    ) -> list[Any]:
-        if not dedicated:
-            return rank_processes.run(size, body, kwargs, device=device, seconds=seconds)
-        outcomes: list[Outcome]
-        if isinstance(rank_processes, LaunchedRanks):
-            outcomes = rank_processes.run_fresh(size, body, kwargs, device=device, seconds=seconds)
-        else:
-            outcomes = run_fresh(size, body, kwargs, device=device, seconds=seconds)
-        return outcomes
-
-    return run_on_ranks
+    return RunOnRanks(rank_processes)

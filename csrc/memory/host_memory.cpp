@@ -103,7 +103,9 @@ class HostMemory final : public MemoryKind {
   }
 
   void map(std::byte* at, uint64_t bytes, PhysicalId id) override {
-    replace(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, as_descriptor(id));
+    // The pages exist; MAP_POPULATE enters them now. Left to the first round, the faults took 30 ms
+    // for 60 MiB, twice the time of the round; populated 4 ms, once.
+    replace(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, as_descriptor(id));
   }
 
   void unmap(std::byte* at, uint64_t bytes) override {

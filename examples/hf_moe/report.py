@@ -34,7 +34,7 @@ def table(times: dict[str, PassTimes], options: argparse.Namespace) -> str:
     ours, theirs = times.values()
     return "\n".join(lines) + (
         f"""
-  One forward pass of {tokens:,} tokens on the slowest rank, median of {options.repeats}; dispatch \
+  One forward pass of {tokens:,} tokens on the slowest rank, best of {options.repeats}; dispatch \
 and combine of all
   {options.layers} layers together; exchange: dispatch and combine as a share of the pass.
 

@@ -9,7 +9,9 @@ from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.cake import kernels
 from moe_ep.cake.config import CakeAlltoAllConfig
+from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.config import CommunicationConfig
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
@@ -52,6 +54,15 @@ class CakeAlltoAll(MoEEpCommunication):
             return f"cake runs on the CPU, got device {device}"
         return None
 
+    @classmethod
+    def estimate_workspace_bytes(
+        cls, params: MoEEpCommParams, ep_size: int, config: CommunicationConfig
+    ) -> int:
+        """Return the `workspace_bytes` of each rank's object before anything is allocated."""
+        check_type("config", config, CakeAlltoAllConfig)
+        assert isinstance(config, CakeAlltoAllConfig)  # what the line above says, for mypy
+        return geometry_of(params, ep_size, config).segment_bytes
+
     def __init__(
         self,
         bootstrap: BootstrapConfig,
@@ -61,6 +72,7 @@ class CakeAlltoAll(MoEEpCommunication):
         """Allocate and share the workspace. Collective; a failure on one rank raises on all, with
         every reason."""
         config = CakeAlltoAllConfig() if config is None else config
+        check_type("config", config, CakeAlltoAllConfig)
         super().__init__(
             bootstrap,
             params,

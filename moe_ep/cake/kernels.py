@@ -143,7 +143,8 @@ def received_rows(
     for index, payload in enumerate(payloads):
         start = geometry.payload_offset(tokens_per_rank, row_bytes, index)
         end = start + rows * row_bytes[index]
-        views.append(wrap_workspace(workspace[ep_rank], (rows,), start, end, payload.dtype))
+        view = wrap_workspace(workspace[ep_rank], (rows,), start, end, payload.dtype)
+        views.append(view.view(rows, payload.shape[1]))  # no rows do not say how wide they are
     return views
 
 
@@ -160,7 +161,8 @@ def combine_input_buffer(
     rows = geometry.ep_size * tokens_per_rank
     start = geometry.combine_rows_offset
     end = start + rows * hidden_size * dtype.itemsize
-    return wrap_workspace(workspace[ep_rank], (rows,), start, end, dtype)
+    view = wrap_workspace(workspace[ep_rank], (rows,), start, end, dtype)
+    return view.view(rows, hidden_size)  # no rows do not say how wide they are
 
 
 def combine(

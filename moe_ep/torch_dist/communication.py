@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from moe_ep.errors import MoEEpInputError, MoEEpStateError
 from moe_ep.params import MoEEpCommParams
@@ -57,6 +58,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
     ) -> None:
         """Agree over the group. Collective."""
         config = TorchDistConfig() if config is None else config
+        check_type("config", config, TorchDistConfig)
         super().__init__(
             bootstrap, params, config, eplb_stats_num_experts=config.eplb_stats_num_experts
         )

@@ -66,7 +66,7 @@ def _describe(
         return None
     token, slot = is_wrong.nonzero()[0].tolist()
     return (
-        f"topk_ids of rank {ep_rank} has {num_wrong} ids outside [0, {num_experts}) that are not "
-        f"padding; the first is token {token}, slot {slot}, id {int(topk_ids[token, slot])}. Those "
-        "slots were skipped. Padding is a negative id or invalid_expert_id."
+        f"rank {ep_rank} passed {num_wrong} expert id(s) outside [0, {num_experts}), the first at "
+        f"token {token}, slot {slot}: {int(topk_ids[token, slot])}. These slots were skipped. Use "
+        "a negative id or invalid_expert_id for padding."
     )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, create_communication, expert_partition
-from tests import backends
-from tests.backends import Backend
+from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 from tests.rounds import (
@@ -29,7 +28,6 @@ from tests.rounds import (
 
 pytestmark = pytest.mark.multirank
 HIDDEN = 64
-every_backend = pytest.mark.parametrize(("backend", "device"), backends.on_devices(), ids=str)
 
 
 def params_of(num_experts: int, top_k: int, max_tokens: int = 16, **more: int) -> MoEEpCommParams:

@@ -5,7 +5,10 @@ import os
 import pickle
 import re
 import resource
+import signal
+import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -235,8 +238,8 @@ def test_ranks_with_different_sizes_are_refused(ranks: Any) -> None:
 
 
 def test_segments_that_do_not_fit_together_are_refused(ranks: Any) -> None:
-    available, _ = _native.available_memory()
-    check_refused(ranks, None, [available * 2 // 3] * 2, "PlatformError", "2 segments of")
+    machine = os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+    check_refused(ranks, None, [machine * 2 // 3] * 2, "PlatformError", "2 segments of")
 
 
 def restored(context: RankContext) -> None:
@@ -342,6 +345,28 @@ def many_cycles(context: RankContext, cycles: int) -> None:
 
 def test_cycles_leave_nothing(ranks: Any) -> None:
     ranks(4, many_cycles, cycles=50)
+
+
+def leave_without_close(context: RankContext, how: str) -> None:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    memory = allocate(replace(context, group=group))
+    memory.workspace[context.rank] = context.rank + 1
+    context.barrier()
+    if how == "die" and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    # A peer's memory outlives the peer.
+    assert memory.workspace[:, 0].tolist() == [1, 2, 3]
+    leave_without_close.memory = memory  # type: ignore[attr-defined]  # still there at exit
+
+
+@pytest.mark.parametrize("how", ["exit", "die"])
+def test_ranks_leave_without_close(ranks: Any, how: str) -> None:
+    outcomes = ranks(3, leave_without_close, dedicated=True, how=how)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert [outcome.exit_code for outcome in outcomes] == [0, -9 if how == "die" else 0, 0]
 
 
 def test_group_of_one_needs_no_handles() -> None:

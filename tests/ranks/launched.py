@@ -53,6 +53,7 @@ class LaunchedRanks:
         dist.init_process_group("gloo")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._groups = groups_of_every_size(self._world_size)
+        self.max_size = self._world_size
 
     def run(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.ranks import wire
+from tests.ranks.fresh import run_fresh
 from tests.ranks.process import serve
 from tests.ranks.processes import RankFailedError, Ranks
 
@@ -20,6 +21,8 @@ _GRACE_SECONDS = 3.0
 
 class RankPool:
     """Runs bodies on ranks that live as long as it."""
+
+    max_size = MAX_RANKS
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
@@ -57,6 +60,8 @@ class RankPool:
             print(ranks.stacks(used))
             self.close()
             raise
+
+    run_fresh = staticmethod(run_fresh)
 
     def close(self) -> None:
         """End the processes."""

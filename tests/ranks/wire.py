@@ -17,7 +17,7 @@ import torch
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor:
+        if type(obj) is torch.Tensor and obj.device.type == "cpu":
             dense = obj.detach().contiguous()
             content = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
             return _tensor_from_bytes, (content, obj.dtype, tuple(obj.shape))

@@ -1,4 +1,4 @@
-"""Does a BootstrapConfig describe its group, whichever launcher started it, and refuse what cannot work?"""
+"""Does a BootstrapConfig describe its group, whichever launcher started the process?"""
 
 import dataclasses
 import subprocess
@@ -184,7 +184,7 @@ def test_a_batch_script_of_slurm_is_no_rank():
 
 
 def test_from_env_without_a_launcher_says_what_to_do(no_launcher):
-    with pytest.raises(MoEEpConfigError, match="no launcher found.*torchrun"):
+    with pytest.raises(MoEEpConfigError, match=r"no launcher found.*torchrun"):
         BootstrapConfig.from_env(device="cpu")
 
 
@@ -233,7 +233,7 @@ def test_a_process_group_of_another_size_is_refused(group_of_one):
 
 
 def test_a_default_group_of_another_size_is_refused(group_of_one):
-    with pytest.raises(MoEEpConfigError, match="default group has size 1 .*world_size=4"):
+    with pytest.raises(MoEEpConfigError, match=r"default group has size 1 .*world_size=4"):
         BootstrapConfig(4, 0, device="cpu").group()
 
 

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpConfigError, QuantFormat
-from moe_ep import TorchDistAlltoAll, TorchDistConfig
+from moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpConfigError,
+    QuantFormat,
+    TorchDistAlltoAll,
+    TorchDistConfig,
+)
 from moe_ep.checks import check_dispatch
 
 ALONE = BootstrapConfig(1, 0, device="cpu")
@@ -189,7 +195,7 @@ def test_gradients_are_refused_where_they_would_be_lost():
 
 @pytest.mark.parametrize("n", [0, 9])
 def test_dispatch_refuses_and_the_next_round_works(comm, n):
-    with pytest.raises(MoEEpConfigError, match="topk_ids must be|more than max_tokens_per_rank"):
+    with pytest.raises(MoEEpConfigError, match=r"topk_ids must be|more than max_tokens_per_rank"):
         comm.dispatch(tokens(n), ids(3), weights(3))
 
 

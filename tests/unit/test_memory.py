@@ -139,10 +139,10 @@ def test_released_addresses_fault() -> None:
 
 def test_release_gives_memory_back_and_restore_finds_the_same_addresses() -> None:
     size = 8 << 20
+    untouched = shared_resident_bytes()
     ranks = group_of_two(size)
     tensors = [tensor_of(memory) for memory in ranks]
     addresses = [memory.address for memory in ranks]
-    untouched = shared_resident_bytes()
     for round_ in range(3):
         tensors[0].fill_(round_ + 1)
         assert shared_resident_bytes() - untouched >= 2 * size

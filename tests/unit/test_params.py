@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, MoEEpConfigError, QuantFormat, expert_partition
-from moe_ep.params import MAX_TOP_K
+from moe_ep._native import MAX_TOP_K
 
 
 def params(**changes):

@@ -83,7 +83,7 @@ def test_a_comm_backend_without_collectives_is_refused():
 
 
 def test_more_statistics_than_experts_are_refused():
-    with pytest.raises(ValueError, match="eplb_stats_num_experts must be 0..4, got 5"):
+    with pytest.raises(ValueError, match=r"eplb_stats_num_experts must be 0..4, got 5"):
         moe_ep.create_communication(ALONE, PARAMS, "torch_dist", eplb_stats_num_experts=5)
 
 
@@ -152,7 +152,7 @@ def test_auto_skips_a_backend_that_cannot_run_and_says_why_if_none_can(empty_reg
     monkeypatch.setattr(OurCommunication, "unsupported_reason", reason)
     with pytest.raises(moe_ep.MoEEpPlatformError, match="ours: rank 0: no luck on cpu"):
         moe_ep.create_communication(ALONE, PARAMS, "auto")
-    with pytest.raises(moe_ep.MoEEpPlatformError, match="ours cannot run.*no luck on cpu"):
+    with pytest.raises(moe_ep.MoEEpPlatformError, match=r"ours cannot run.*no luck on cpu"):
         moe_ep.create_communication(ALONE, PARAMS, "ours")
     assert not OurCommunication.is_platform_supported()
 

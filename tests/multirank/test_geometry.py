@@ -1,0 +1,131 @@
+"""Does the contract hold for geometries that nobody thought of? And do all backends agree?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_ep import MoEEpCommParams, QuantFormat
+from tests.backends import ALL, Backend, every_backend
+from tests.bits import assert_same_bits
+from tests.conftest import RunOnRanks
+from tests.rounds import Played, Round, check_all, play, random_round
+
+pytestmark = pytest.mark.multirank
+TOKEN_COUNTS = [0, 1, 2, 3, 5, 31, 33, 127]
+
+
+@every_backend
+@pytest.mark.parametrize("size", range(1, 9))
+def test_any_number_of_ranks_with_any_numbers_of_tokens(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    params = MoEEpCommParams(24, 4, 127, 16)
+    rounds = [
+        random_round(params, [TOKEN_COUNTS[(r + shift) % 8] for r in range(size)], seed=shift)
+        for shift in range(0, 8, 2)
+    ]
+    played = ranks(size, play, device=device, backend=backend.name, params=params, rounds=rounds)
+    check_all(params, rounds, played)
+
+
+@st.composite
+def geometries(draw: st.DrawFn, max_size: int) -> tuple[int, MoEEpCommParams, list[Round]]:
+    """Return the number of ranks, params, and a few rounds of different kinds."""
+    size = draw(st.integers(1, max_size))
+    num_experts = draw(st.integers(1, 70))
+    params = MoEEpCommParams(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(32, num_experts))),
+        max_tokens_per_rank=draw(st.integers(1, 20)),
+        hidden_size=draw(st.integers(1, 300)),
+        dtype=draw(st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32])),
+        dispatch_format=draw(st.sampled_from([None, None, *QuantFormat])),
+        invalid_expert_id=draw(st.sampled_from([-1, -5, num_experts, 2**31 - 1, -(2**31)])),
+    )
+    return size, params, [draw(rounds_of(params, size)) for _ in range(3)]
+
+
+@st.composite
+def rounds_of(draw: st.DrawFn, params: MoEEpCommParams, size: int) -> Round:
+    limit = draw(st.one_of(st.none(), st.integers(1, params.max_tokens_per_rank)))
+    most = params.max_tokens_per_rank if limit is None else limit
+    seed = draw(st.integers(0, 2**31))
+    one = random_round(
+        params,
+        draw(st.lists(st.integers(0, most), min_size=size, max_size=size)),
+        seed,
+        id_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        with_weights=draw(st.booleans()),
+        tokens_per_rank=limit,
+        padding=draw(st.sampled_from([0.0, 0.2, 1.0])),
+        local_share=draw(st.sampled_from([0.0, 0.7])),
+    )
+    if draw(st.booleans()):
+        generator = torch.Generator().manual_seed(seed)
+        stats = torch.randint(0, 2**31, (size, 1), generator=generator)
+        one = replace(one, eplb_local_stats=list(stats.to(torch.int32)))
+    return one
+
+
+OPTIONS = {"eplb_stats_num_experts": 1}
+few_examples = settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    print_blob=True,
+)
+
+
+@every_backend
+@few_examples
+@given(data=st.data())
+def test_any_geometry_is_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
+) -> None:
+    size, params, rounds = data.draw(geometries(max_size=ranks.max_size))
+    how: dict[str, Any] = {
+        "combine_input": data.draw(
+            st.sampled_from(["tensor", "by_source", *(["buffer"] if backend.zero_copy else [])])
+        ),
+        "give_output": data.draw(st.booleans()),
+    }
+    played = ranks(
+        size,
+        play,
+        device=device,
+        backend=backend.name,
+        params=params,
+        rounds=rounds,
+        options=OPTIONS,
+        **how,
+    )
+    check_all(params, rounds, played)
+
+
+@pytest.mark.parametrize("other", ALL[1:], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_backends_give_the_same_bits(ranks: RunOnRanks, other: Backend, size: int) -> None:
+    params = MoEEpCommParams(10, 4, 33, 100, dispatch_format=QuantFormat.MXFP8)
+    rounds = [random_round(params, range(size, 33, 33 // size)[:size], seed) for seed in range(3)]
+    by_backend: list[list[list[Played]]] = [
+        ranks(size, play, backend=name, params=params, rounds=rounds)
+        for name in (ALL[0].name, other.name)
+    ]
+    for rank, (ones, others) in enumerate(zip(*by_backend, strict=True)):
+        for one, two in zip(ones, others, strict=True):
+            filled = torch.arange(33) < one.recv_token_counts[:, None]
+            for name in ("recv_token_counts", "topk_ids", "combined"):
+                assert_same_bits(getattr(two, name), getattr(one, name), rank=rank, what=name)
+            for name in ("hidden_states", "hidden_states_scale", "topk_weights"):
+                assert_same_bits(
+                    getattr(two, name),
+                    getattr(one, name),
+                    rank=rank,
+                    what=name,
+                    rows=filled.flatten(),
+                )

@@ -1,0 +1,277 @@
+"""Does every legal tensor travel unchanged: dtypes, widths, layouts, row formats?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ep import MoEEpCommParams, QuantFormat, create_communication
+from moe_ep.reference import evaluate_experts
+from tests.backends import Backend, every_backend, on_each
+from tests.bits import assert_same_bits
+from tests.conftest import RunOnRanks
+from tests.ranks import RankContext
+from tests.rounds import Played, Round, check_all, copy_of, play, random_round, random_rows
+
+pytestmark = pytest.mark.multirank
+
+
+def play_and_check(
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    params: MoEEpCommParams,
+    rounds: Sequence[Round],
+    **more: Any,
+) -> list[list[Played]]:
+    size = rounds[0].ep_size
+    played: list[list[Played]] = ranks(
+        size, play, device=device, backend=backend.name, params=params, rounds=rounds, **more
+    )
+    check_all(params, rounds, played)
+    return played
+
+
+@every_backend
+def test_int64_ids_give_the_same_bits_as_int32_ids(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    params = MoEEpCommParams(10, 4, 7, 24, invalid_expert_id=77)
+    narrow = random_round(params, [7, 0, 3], seed=1, id_dtype=torch.int32)
+    wide = replace(narrow, topk_ids=[ids.long() for ids in narrow.topk_ids])
+    for one, other in play_and_check(ranks, backend, device, params, [narrow, wide]):
+        assert one.topk_ids.dtype == torch.int32
+        assert_same_bits(other.topk_ids, one.topk_ids)
+        assert_same_bits(other.combined, one.combined)
+
+
+BYTES_PER_ROW = [1, 2, 3, 4, 6, 8, 12, 14, 16, 20, 63, 144]
+
+
+@every_backend
+@pytest.mark.parametrize("row_bytes", BYTES_PER_ROW)
+def test_rows_of_any_number_of_bytes_arrive_unchanged(
+    ranks: RunOnRanks, backend: Backend, device: str, row_bytes: int
+) -> None:
+    params = MoEEpCommParams(5, 2, 9, row_bytes, dispatch_format=QuantFormat.FP8PerTensor)
+    rounds = [random_round(params, n, seed) for seed, n in enumerate([(9, 5), (3, 8)])]
+    play_and_check(ranks, backend, device, params, rounds)
+
+
+@every_backend
+@pytest.mark.parametrize("hidden_size", [1, 3, 7, 8, 40, 72, 2880, 2944, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_token_dtype_and_hidden_size_combines_exactly(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, hidden_size: int
+) -> None:
+    params = MoEEpCommParams(6, 3, 5, hidden_size, dtype)
+    rounds = [random_round(params, n, seed) for seed, n in enumerate([(5, 2, 1), (0, 5, 3)])]
+    play_and_check(ranks, backend, device, params, rounds)
+
+
+@every_backend
+@pytest.mark.parametrize("hidden_size", [1, 33, 128, 200])
+@pytest.mark.parametrize("dispatch_format", QuantFormat, ids=lambda format: format.name)
+def test_every_dispatch_format_travels_with_its_scales(
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    dispatch_format: QuantFormat,
+    hidden_size: int,
+) -> None:
+    params = MoEEpCommParams(6, 2, 5, hidden_size, dispatch_format=dispatch_format)
+    rounds = [random_round(params, n, seed) for seed, n in enumerate([(5, 2), (0, 4)])]
+    played = play_and_check(ranks, backend, device, params, rounds)
+    has_scales = params.dispatch_scale_bytes_per_token > 0
+    assert (played[0][0].hidden_states_scale is not None) == has_scales
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "dispatch_format",
+    [QuantFormat.FP8PerTensor, QuantFormat.MXFP8, QuantFormat.NVFP4, QuantFormat.MXFP4],
+    ids=lambda format: format.name,
+)
+def test_byte_formats_may_be_given_as_uint8_and_come_back_as_uint8(
+    ranks: RunOnRanks, backend: Backend, device: str, dispatch_format: QuantFormat
+) -> None:
+    params = MoEEpCommParams(6, 2, 5, 48, dispatch_format=dispatch_format)
+    one = random_round(params, (5, 2), seed=3)
+    one = replace(
+        one,
+        hidden_states=[rows.view(torch.uint8) for rows in one.hidden_states],
+        scales=None if one.scales is None else [rows.view(torch.uint8) for rows in one.scales],
+    )
+    play_and_check(ranks, backend, device, params, [one])
+
+
+@every_backend
+def test_one_communication_alternates_between_rounds_with_and_without_weights(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    params = MoEEpCommParams(6, 2, 5, 16)
+    rounds = [
+        random_round(params, (5, 2), seed, with_weights=with_weights)
+        for seed, with_weights in enumerate([True, False, True, False])
+    ]
+    played = play_and_check(ranks, backend, device, params, rounds)
+    assert [one.topk_weights is None for one in played[0]] == [False, True, False, True]
+
+
+@on_each(having="extra_bytes")
+@pytest.mark.parametrize("extra", [0, 1, 13, 64])
+def test_rows_may_be_wider_by_the_extra_bytes(
+    ranks: RunOnRanks, backend: Backend, device: str, extra: int
+) -> None:
+    params = MoEEpCommParams(6, 2, 5, 10)
+    g = torch.Generator().manual_seed(5)
+    one = random_round(params, (5, 2), seed=3)
+    wide = [random_rows(n, 20 + extra, torch.uint8, g) for n in (5, 2)]
+    one = replace(one, hidden_states=wide)
+    options = {"extra_payload_bytes_per_token": 64}
+    play_and_check(ranks, backend, device, params, [one], options=options)
+
+
+def with_every_second_column(dense: Tensor) -> Tensor:
+    wide = dense.new_zeros(dense.shape[0], 2 * dense.shape[1])
+    wide[:, ::2] = dense
+    return wide[:, ::2]
+
+
+def transposed(dense: Tensor) -> Tensor:
+    return dense.t().contiguous().t()
+
+
+def without_the_first_row(dense: Tensor) -> Tensor:
+    return torch.cat([dense.new_zeros(1, dense.shape[1]), dense])[1:]
+
+
+def left_part_of_wider_rows(dense: Tensor) -> Tensor:
+    wide = torch.cat([dense, dense.new_zeros(dense.shape[0], 3)], dim=1)
+    return wide[:, : dense.shape[1]]
+
+
+def every_second_row(dense: Tensor) -> Tensor:
+    return torch.stack([dense, torch.zeros_like(dense)], dim=1).flatten(0, 1)[::2]
+
+
+def one_element_off(dense: Tensor) -> Tensor:
+    flat = dense.new_zeros(dense.numel() + 1)[1:]
+    return flat.copy_(dense.flatten()).view(dense.shape)
+
+
+LAYOUTS = [
+    with_every_second_column,
+    transposed,
+    without_the_first_row,
+    left_part_of_wider_rows,
+    every_second_row,
+    one_element_off,
+]
+
+
+def play_in_layout(
+    context: RankContext,
+    backend: str,
+    params: MoEEpCommParams,
+    one: Round,
+    lay_out: Callable[[Tensor], Tensor],
+) -> list[Played]:
+    """Body: every tensor of the round, output= included, in a layout of the same values."""
+    rank = context.rank
+    stats = torch.arange(6, dtype=torch.int32).repeat_interleave(2)[::2] + rank
+    with create_communication(
+        context.bootstrap(), params, backend, eplb_stats_num_experts=6
+    ) as communication:
+
+        def mine(of_each_rank: Sequence[Tensor]) -> Tensor:
+            return lay_out(of_each_rank[rank].to(communication.device))
+
+        assert one.scales is not None
+        assert one.topk_weights is not None
+        result = communication.dispatch(
+            mine(one.hidden_states),
+            mine(one.topk_ids),
+            mine(one.topk_weights),
+            hidden_states_scale=mine(one.scales),
+            eplb_local_stats=stats.to(communication.device),
+        )
+        received = copy_of(result)
+        partial = evaluate_experts(params, context.size, rank, received)
+        shape = (len(one.topk_ids[rank]), params.hidden_size)
+        output = lay_out(torch.ones(shape, dtype=params.token_dtype, device=communication.device))
+        combined = communication.combine(lay_out(partial.to(communication.device)), output=output)
+        assert combined is output
+        return [replace(received, combined=output.cpu().clone())]
+
+
+@every_backend
+@pytest.mark.parametrize("lay_out", LAYOUTS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+def test_tensors_of_any_layout_give_what_dense_ones_give(
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    lay_out: Callable[[Tensor], Tensor],
+    id_dtype: torch.dtype,
+) -> None:
+    params = MoEEpCommParams(6, 3, 7, 200, dispatch_format=QuantFormat.DeepSeekFp8)
+    one = random_round(params, (7, 4), seed=11, id_dtype=id_dtype)
+    one = replace(one, eplb_local_stats=[torch.arange(6).int() + rank for rank in range(2)])
+    played = ranks(
+        2,
+        play_in_layout,
+        device=device,
+        backend=backend.name,
+        params=params,
+        one=one,
+        lay_out=lay_out,
+    )
+    check_all(params, [one], played)
+
+
+def play_with_one_row_for_all(
+    context: RankContext, backend: str, params: MoEEpCommParams, num_tokens: int
+) -> list[Played]:
+    """Body: every row of every input is the same memory."""
+    with create_communication(context.bootstrap(), params, backend) as communication:
+        rows, ids, weights = (
+            value.to(communication.device).expand(num_tokens, -1)
+            for value in row_for_all(params, context.rank)
+        )
+        result = communication.dispatch(rows, ids, weights)
+        received = copy_of(result)
+        partial = evaluate_experts(params, context.size, context.rank, received)
+        combined = communication.combine(partial.to(communication.device))
+        return [replace(received, combined=combined.cpu().clone())]
+
+
+def row_for_all(params: MoEEpCommParams, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    one = random_round(params, (1, 1), seed=rank, padding=0)
+    assert one.topk_weights is not None
+    return one.hidden_states[0], one.topk_ids[0], one.topk_weights[0]
+
+
+@every_backend
+def test_rows_may_share_their_memory(ranks: RunOnRanks, backend: Backend, device: str) -> None:
+    params = MoEEpCommParams(6, 3, 7, 40)
+    played = ranks(
+        2,
+        play_with_one_row_for_all,
+        device=device,
+        backend=backend.name,
+        params=params,
+        num_tokens=6,
+    )
+    rows, ids, weights = zip(*[row_for_all(params, rank) for rank in range(2)], strict=True)
+    one = Round(
+        hidden_states=[row.repeat(6, 1) for row in rows],
+        topk_ids=[row.repeat(6, 1) for row in ids],
+        topk_weights=[row.repeat(6, 1) for row in weights],
+    )
+    check_all(params, [one], played)
