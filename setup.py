@@ -123,8 +123,10 @@ def extensions():
     os.environ.setdefault("MAX_JOBS", "2")
     # Where pip puts ninja, also if this Python's environment is not activated.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    # Before the libraries, where it works: those that no object needs are not asked for at import.
-    os.environ["LDFLAGS"] = f"-Wl,--as-needed {os.environ.get('LDFLAGS', '')}"
+    # as-needed, before the libraries: those that no object uses are not asked for at import.
+    # exclude-libs: a static libstdc++, which some compilers link in, must not mix with torch's.
+    flags = "-Wl,--as-needed -Wl,--exclude-libs,ALL"
+    os.environ["LDFLAGS"] = f"{flags} {os.environ.get('LDFLAGS', '')}"
 
     torch_headers = ["-isystem", os.path.join(torch.__path__[0], "include")]  # with its pybind11
     headers = sorted(str(header) for header in ROOT.glob("csrc/**/*.h"))

@@ -105,17 +105,27 @@ def _take_turn(contestant: Contestant, rounds: int, into: list[tuple[float, ...]
 
 def _plan(contestants: list[Contestant], effort: Effort) -> tuple[list[int], int]:
     """Return each contestant's rounds in a block, and the number of blocks. Alike on all ranks."""
-    seconds_per_round = []
-    for contestant in contestants:
-        trial: list[tuple[float, ...]] = []
-        _take_turn(contestant, 2, trial)
-        seconds_per_round.append(float(_slowest(trial)[:, -1].min()))
+    seconds_per_round = [_seconds_per_round(contestant) for contestant in contestants]
+    rounds = [max(1, round(BLOCK_SECONDS / seconds)) for seconds in seconds_per_round]
     if effort.iterations is not None:
         blocks = min(MIN_BLOCKS, effort.iterations)
-        return [math.ceil(effort.iterations / blocks)] * len(contestants), blocks
-    rounds = [max(1, round(BLOCK_SECONDS / seconds)) for seconds in seconds_per_round]
+        asked = math.ceil(effort.iterations / blocks)
+        # memcpy keeps a block that is long against the ranks' different starts.
+        return [
+            n if c.name == MEMCPY else asked for c, n in zip(contestants, rounds, strict=True)
+        ], blocks
     block = sum((n + 1) * seconds for n, seconds in zip(rounds, seconds_per_round, strict=True))
     return rounds, max(MIN_BLOCKS, round(effort.seconds / block))
+
+
+def _seconds_per_round(contestant: Contestant) -> float:
+    """Return about how long a round takes: a guess from two, then one from a tenth of a block."""
+    seconds = BLOCK_SECONDS
+    for _ in range(2):
+        trial: list[tuple[float, ...]] = []
+        _take_turn(contestant, max(2, round(0.1 * BLOCK_SECONDS / seconds)), trial)
+        seconds = float(_slowest(trial)[:, -1].median())
+    return seconds
 
 
 def _slowest(stamps: list[tuple[float, ...]]) -> Tensor:

@@ -231,12 +231,12 @@ def evaluate_experts(
     """
     repeats = -(-params.hidden_size // received.hidden_states.shape[1])
     tokens = received.hidden_states.float().repeat(1, repeats)[:, : params.hidden_size]
-    owners = expert_owners(params.num_experts, ep_size)
+    own_experts = (expert_owners(params.num_experts, ep_size) == rank).nonzero().flatten().tolist()
     total = torch.zeros_like(tokens)
     for slot in range(params.top_k):
         ids = received.topk_ids[:, slot]
-        for expert_id in ids.unique().tolist():
-            if names_an_expert(params, torch.tensor(expert_id)) and owners[expert_id] == rank:
+        for expert_id in sorted(set(ids.tolist())):
+            if expert_id in own_experts:
                 rows = (ids == expert_id).nonzero().flatten()
                 value = expert(expert_id, tokens[rows])
                 if received.topk_weights is not None:

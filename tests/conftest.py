@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.ranks.launched import LaunchedRanks, is_launched, world_size_problem
@@ -67,5 +68,9 @@ def rank_processes() -> Iterator[RankPool | LaunchedRanks]:
 
 
 @pytest.fixture
-def ranks(rank_processes: RankPool | LaunchedRanks) -> RunOnRanks:
-    return RunOnRanks(rank_processes)
+def ranks(rank_processes: RankPool | LaunchedRanks) -> Iterator[RunOnRanks]:
+    """Run functions on real processes; see RunOnRanks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the oracle must not keep the cores from the ranks
+    yield RunOnRanks(rank_processes)
+    torch.set_num_threads(threads)

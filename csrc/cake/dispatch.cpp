@@ -19,10 +19,10 @@ namespace {
 // Numbers the rows of each destination, in token order.
 class Router {
  public:
-  Router(const DispatchParams& p, Segment own) : p_(p), own_(own) {
-    const Geometry& g = p.workspace.geometry;
-    partition_ = ExpertPartition(g.num_experts, g.ep_size);
-  }
+  Router(const DispatchParams& p, Segment own)
+      : p_(p),
+        own_(own),
+        partition_(p.workspace.geometry.num_experts, p.workspace.geometry.ep_size) {}
 
   // Fills the send slots of all tokens and returns how many rows go to each rank.
   void route(int32_t* rows_to) const {
@@ -43,10 +43,10 @@ class Router {
     }
   }
 
-  int64_t expert_id(int32_t token, int32_t slot) const {
-    const int64_t i = static_cast<int64_t>(token) * p_.workspace.geometry.top_k + slot;
-    return p_.ids_are_int64 ? static_cast<const int64_t*>(p_.topk_ids)[i]
-                            : static_cast<const int32_t*>(p_.topk_ids)[i];
+  // An id as the receivers see it: what lies outside [0, num_experts) arrives as the invalid id.
+  int32_t id_to_send(int32_t token, int32_t slot) const {
+    const int64_t expert = expert_id(token, slot);
+    return static_cast<int32_t>(partition_.contains(expert) ? expert : p_.invalid_expert_id);
   }
 
  private:
@@ -64,6 +64,12 @@ class Router {
     return destinations;
   }
 
+  int64_t expert_id(int32_t token, int32_t slot) const {
+    const int64_t i = static_cast<int64_t>(token) * p_.workspace.geometry.top_k + slot;
+    return p_.ids_are_int64 ? static_cast<const int64_t*>(p_.topk_ids)[i]
+                            : static_cast<const int32_t*>(p_.topk_ids)[i];
+  }
+
   void record_invalid(int32_t token, int32_t slot, int64_t expert) const {
     InvalidIdRecord& record = own_.control().invalid_id;
     if (record.count++ == 0) {
@@ -75,13 +81,8 @@ class Router {
 
   const DispatchParams& p_;
   Segment own_;
-  ExpertPartition partition_{1, 1};
+  ExpertPartition partition_;
 };
-
-// An id as the receiver shall see it: what lies outside [0, num_experts) arrives as the invalid id.
-int32_t id_to_send(const ExpertPartition& partition, int64_t expert, int64_t invalid_expert_id) {
-  return static_cast<int32_t>(partition.contains(expert) ? expert : invalid_expert_id);
-}
 
 class RowSender {
  public:
@@ -95,24 +96,25 @@ class RowSender {
 
   void send(int64_t token) const {
     const Geometry& g = p_.workspace.geometry;
-    const ExpertPartition partition(g.num_experts, g.ep_size);
     const Segment own(p_.workspace, layout_, p_.workspace.ep_rank);
     const SendSlot* slots = own.send_slots() + token * g.max_destinations();
+    const auto top_k = static_cast<size_t>(g.top_k);
+    int32_t ids[kMaxTopK];
+    for (int32_t k = 0; k < g.top_k; ++k) {
+      ids[k] = router_.id_to_send(static_cast<int32_t>(token), k);
+    }
     for (int32_t i = 0; i < g.max_destinations() && slots[i].rank >= 0; ++i) {
       const Segment peer(p_.workspace, layout_, slots[i].rank);
       const int64_t row =
           static_cast<int64_t>(p_.workspace.ep_rank) * p_.tokens_per_rank + slots[i].row;
-      for (int32_t k = 0; k < g.top_k; ++k) {
-        peer.topk_ids()[row * g.top_k + k] = id_to_send(
-            partition, router_.expert_id(static_cast<int32_t>(token), k), p_.invalid_expert_id);
-      }
+      std::memcpy(peer.topk_ids() + row * g.top_k, ids, top_k * sizeof(int32_t));
       if (p_.has_weights) {
         std::memcpy(peer.topk_weights() + row * g.top_k, p_.topk_weights + token * g.top_k,
-                    static_cast<size_t>(g.top_k) * sizeof(float));
+                    top_k * sizeof(float));
       }
-      for (int32_t i_payload = 0; i_payload < p_.num_payloads; ++i_payload) {
-        const RowsIn& rows = p_.payloads[i_payload];
-        std::memcpy(peer.bytes(placement_.offset[i_payload]) + row * rows.row_bytes,
+      for (int32_t j = 0; j < p_.num_payloads; ++j) {
+        const RowsIn& rows = p_.payloads[j];
+        std::memcpy(peer.bytes(placement_.offset[j]) + row * rows.row_bytes,
                     rows.data + token * rows.stride, static_cast<size_t>(rows.row_bytes));
       }
     }

@@ -15,11 +15,19 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one forward pass: in all, and in its layers' dispatch and combine."""
+    """Seconds of one forward pass, and of dispatch and combine in each of its MoE layers."""
 
     forward: float
-    dispatch: float
-    combine: float
+    dispatches: tuple[float, ...]
+    combines: tuple[float, ...]
+
+    @property
+    def dispatch(self) -> float:
+        return sum(self.dispatches)
+
+    @property
+    def combine(self) -> float:
+        return sum(self.combines)
 
     @property
     def exchange(self) -> float:
@@ -34,26 +42,34 @@ class ExchangeClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seconds = {"forward": 0.0, "dispatch": 0.0, "combine": 0.0}
+        self._seconds: dict[str, list[float]] = {"forward": [], "dispatch": [], "combine": []}
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add the time in the block to `phase`. Collective."""
+        """Note the time in the block under `phase`. Collective."""
         self._finish_device_work()
         dist.barrier()
         start = perf_counter()
         yield
         self._finish_device_work()
-        self._seconds[phase] += perf_counter() - start
+        self._seconds[phase].append(perf_counter() - start)
 
     def time_pass(self, forward: Callable[[], object]) -> PassTimes:
-        """The times of `forward()` on the slowest rank. Collective."""
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        """The times of `forward()`, each on the rank where it is longest. Collective."""
+        for seconds in self._seconds.values():
+            seconds.clear()
         with self.measure("forward"):
             forward()
-        seconds = torch.tensor(list(self._seconds.values()), dtype=torch.float64)
+        return PassTimes(
+            forward=self._longest("forward")[0],
+            dispatches=self._longest("dispatch"),
+            combines=self._longest("combine"),
+        )
+
+    def _longest(self, phase: str) -> tuple[float, ...]:
+        seconds = torch.tensor(self._seconds[phase], dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return PassTimes(*seconds.tolist())
+        return tuple(seconds.tolist())
 
     def _finish_device_work(self) -> None:
         if self._device.type == "cuda":
@@ -79,9 +95,9 @@ def timed(implementation: type[EPImplementation], clock: ExchangeClock) -> type[
 
 
 def best(passes: list[PassTimes]) -> PassTimes:
-    """The least of each time: what other programs on the machine add is never negative."""
+    """The least of each time over the passes: other programs on the machine only ever add to it."""
     return PassTimes(
         forward=min(times.forward for times in passes),
-        dispatch=min(times.dispatch for times in passes),
-        combine=min(times.combine for times in passes),
+        dispatches=tuple(map(min, zip(*(times.dispatches for times in passes), strict=True))),
+        combines=tuple(map(min, zip(*(times.combines for times in passes), strict=True))),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -45,7 +44,7 @@ def saved_model(num_layers: int, cache: Path) -> Path:
     if folder.exists():
         return folder
     unfinished = cache / f"unfinished-{os.getpid()}"
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir(parents=True, exist_ok=True)
     try:
         torch.manual_seed(WEIGHTS_SEED)
         Qwen3MoeForCausalLM(config).save_pretrained(unfinished)
@@ -54,8 +53,11 @@ def saved_model(num_layers: int, cache: Path) -> Path:
             english_text().splitlines(), vocab_size=config.vocab_size, show_progress=False
         )
         tokenizer.save(str(unfinished / "tokenizer.json"))
-        with contextlib.suppress(FileExistsError):  # another run was faster
+        try:
             unfinished.rename(folder)  # so a folder of this name is always complete
+        except OSError:
+            if not folder.exists():  # else another run was faster
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder

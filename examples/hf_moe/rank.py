@@ -35,7 +35,7 @@ def run_rank(options: argparse.Namespace) -> int:
     transformers_logging.disable_progress_bar()
     try:
         return check_and_time(options, device)
-    except (MoEEpError, ValueError) as error:
+    except (MoEEpError, ValueError, OSError) as error:
         print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:

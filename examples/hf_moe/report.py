@@ -34,9 +34,9 @@ def table(times: dict[str, PassTimes], options: argparse.Namespace) -> str:
     ours, theirs = times.values()
     return "\n".join(lines) + (
         f"""
-  One forward pass of {tokens:,} tokens on the slowest rank, best of {options.repeats}; dispatch \
-and combine of all
-  {options.layers} layers together; exchange: dispatch and combine as a share of the pass.
+  Times of {tokens:,} tokens on the slowest rank, each the best of {options.repeats}. \
+forward: a whole pass;
+  dispatch, combine: summed over {options.layers} layers; exchange: their share of the pass.
 
 The exchange of moe_ep is {theirs.exchange / ours.exchange:.1f} times as fast as all_to_all's.
 """

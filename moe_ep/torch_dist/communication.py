@@ -75,8 +75,11 @@ class TorchDistAlltoAll(MoEEpCommunication):
         self._epoch = 0
         self._open_round: _OpenRound | None = None
         self._input_error: str | None = None
+        # Here and not as decorators: disable() imports dynamo, which would make the import of the
+        # package a second longer.
+        for name in ("_dispatch", "_combine"):
+            setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _dispatch(
         self,
         hidden_states: Tensor,
@@ -124,7 +127,6 @@ class TorchDistAlltoAll(MoEEpCommunication):
                 recv_token_counts=torch.tensor(recv_counts, dtype=torch.int32, device=self.device),
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _combine(
         self,
         expert_output: Tensor,

@@ -1,6 +1,4 @@
-"""Do the options of a round hold: runtime maximum, output=, the library's own combine input, counts,
-statistics?
-"""
+"""Do the options of a round hold: runtime maximum, output=, the library's combine input, counts?"""
 
 from __future__ import annotations
 
@@ -174,6 +172,33 @@ def test_more_tokens_than_sixteen_bits_count(
     params = MoEEpCommParams(3, 1, 70_001, 2)
     rounds = [random_round(params, n, seed) for seed, n in enumerate([(70_001, 3), (66_000, 0)])]
     play_and_check(ranks, backend, device, rounds, params, seconds=60)
+
+
+def play_with_threads(
+    context: RankContext, backend: str, params: MoEEpCommParams, rounds: Sequence[Round]
+) -> list[Played]:
+    torch.set_num_threads(3)
+    try:
+        return play(context, backend, params, rounds)
+    finally:
+        torch.set_num_threads(1)
+
+
+@every_backend
+def test_several_threads_give_the_same_bits_as_one(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    params = MoEEpCommParams(10, 4, 150, 700)
+    rounds = [random_round(params, n, seed) for seed, n in enumerate([(150, 33), (64, 149)])]
+    played = ranks(
+        2,
+        play_with_threads,
+        device=device,
+        backend=backend.name,
+        params=params,
+        rounds=rounds,
+    )
+    check_all(params, rounds, played)
 
 
 @every_backend

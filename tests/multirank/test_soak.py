@@ -1,0 +1,118 @@
+"""Does anything stale ever show, over thousands of rounds with delays at random places?"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+import torch
+
+from moe_ep import MoEEpCommParams, create_communication
+from tests.backends import Backend, every_backend
+from tests.conftest import RunOnRanks
+from tests.ranks import RankContext
+
+pytestmark = [pytest.mark.multirank, pytest.mark.slow]
+TOKENS, HIDDEN, TOP_K = 6, 48, 3
+ROUNDS = {"cake": 2000, "torch_dist": 300}
+MAX_DELAY_SECONDS = 0.005
+
+
+def stamp(index: int, rank: int) -> float:
+    """Return a number that only this rank sends in this round; exact in float32."""
+    return float(index * 2**8 + rank)
+
+
+def soak(context: RankContext, backend: str, rounds: int) -> tuple[int, int]:
+    """Body: the same ids in every round, a new stamp in every row; return growth of descriptors
+    and of resident bytes after the first tenth.
+    """
+    rank, size = context.rank, context.size
+    params = MoEEpCommParams(2 * size, TOP_K, TOKENS, HIDDEN, torch.float32)
+    delays = random.Random(7)  # the same on every rank: one of them sleeps
+    counts = [TOKENS - source % 2 for source in range(size)]
+    generators = [torch.Generator().manual_seed(source) for source in range(size)]
+    ids = [
+        torch.randint(0, 2 * size, (n, TOP_K), generator=g, dtype=torch.int32)
+        for n, g in zip(counts, generators, strict=True)
+    ]
+    travels = [
+        torch.stack([(owned // 2 == owner).any(dim=1) for owner in range(size)]) for owned in ids
+    ]
+    recv_counts = [int(travels[source][rank].sum()) for source in range(size)]
+    owners_of_mine = travels[rank].sum(dim=0).float()[:, None]
+    before = (0, 0)
+    with create_communication(context.bootstrap(), params, backend) as communication:
+        my_ids = ids[rank].to(communication.device)
+        for index in range(rounds):
+            sleeper, place = delays.randrange(size), delays.randrange(4)
+            seconds = delays.uniform(0, MAX_DELAY_SECONDS)
+
+            def maybe_sleep(
+                here: int, sleeper: int = sleeper, place: int = place, seconds: float = seconds
+            ) -> None:
+                if sleeper == rank and place == here:
+                    time.sleep(seconds)
+
+            maybe_sleep(0)
+            rows = torch.full((counts[rank], HIDDEN), stamp(index, rank))
+            weights = torch.full((counts[rank], TOP_K), stamp(index, rank) + 0.5)
+            result = communication.dispatch(
+                rows.to(communication.device), my_ids, weights.to(communication.device)
+            )
+            maybe_sleep(1)
+            assert result.recv_token_counts.tolist() == recv_counts, f"round {index}"
+            assert result.topk_weights is not None
+            blocks = result.hidden_states.cpu().unflatten(0, (size, TOKENS))
+            weight_blocks = result.topk_weights.cpu().unflatten(0, (size, TOKENS))
+            id_blocks = result.topk_ids.cpu().unflatten(0, (size, TOKENS))
+            partial = torch.full_like(blocks, float("nan"))
+            for source, n in enumerate(recv_counts):
+                wanted = stamp(index, source)
+                where = f"round {index}, rank {rank} from {source}"
+                assert (blocks[source, :n] == wanted).all(), f"{where}: {blocks[source, :n]}"
+                assert (weight_blocks[source, :n] == wanted + 0.5).all(), where
+                assert id_blocks[source, :n].equal(ids[source][travels[source][rank]]), where
+                assert (id_blocks[source, n:] == -1).all(), where
+                partial[source, :n] = blocks[source, :n] + rank
+            maybe_sleep(2)
+            combined = communication.combine(partial.to(communication.device)).cpu()
+            owner_sum = (travels[rank] * torch.arange(size)[:, None]).sum(dim=0).float()[:, None]
+            wanted_sum = owners_of_mine * stamp(index, rank) + owner_sum
+            assert (combined == wanted_sum).all(), f"round {index}, rank {rank}: {combined}"
+            maybe_sleep(3)
+            if index == rounds // 10:
+                before = (open_descriptors(), resident_bytes())
+        after = (open_descriptors(), resident_bytes())
+    return after[0] - before[0], after[1] - before[1]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@every_backend
+@pytest.mark.timeout(240)
+def test_no_round_shows_anything_of_another_and_nothing_grows(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    growth = ranks(
+        4, soak, device=device, seconds=200, backend=backend.name, rounds=ROUNDS[backend.name]
+    )
+    assert [descriptors for descriptors, _ in growth] == [0] * 4
+    assert all(memory < 2 * 2**20 for _, memory in growth), growth
+
+
+@every_backend
+@pytest.mark.timeout(240)
+def test_more_ranks_than_cores_keep_in_step(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    ranks(8, soak, device=device, seconds=200, backend=backend.name, rounds=150)

@@ -1,0 +1,240 @@
+"""Is every wait bounded, does its error say who, where and when, and can the process then leave?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpStateError,
+    MoEEpTimeoutError,
+    create_communication,
+)
+from tests.backends import Backend, every_backend
+from tests.conftest import RunOnRanks
+from tests.ranks import Outcome, RankContext
+from tests.rounds import check, play_round, random_round
+
+pytestmark = pytest.mark.multirank
+PARAMS = MoEEpCommParams(8, 3, 5, 24)
+BUDGET = 2
+
+
+@dataclass(frozen=True)
+class Waited:
+    """What a rank saw that waited for a peer: the error's text, how long it took, and the next
+    call's state error.
+    """
+
+    error: str
+    seconds: float
+    next_call: str
+
+
+def open_communication(context: RankContext, backend: str, seconds: int) -> MoEEpCommunication:
+    bootstrap = BootstrapConfig(context.size, context.rank, device=context.device)
+    return create_communication(bootstrap, PARAMS, backend, timeout_sec=seconds)
+
+
+def round_number(index: int, size: int) -> Any:
+    return random_round(PARAMS, [(rank + index) % 6 for rank in range(size)], seed=index)
+
+
+def dispatch_round(communication: MoEEpCommunication, index: int) -> Any:
+    one = round_number(index, communication.ep_size)
+    rank, device = communication.ep_rank, communication.device
+    return communication.dispatch(one.hidden_states[rank].to(device), one.topk_ids[rank].to(device))
+
+
+def any_partial(communication: MoEEpCommunication) -> torch.Tensor:
+    rows = communication.ep_size * PARAMS.max_tokens_per_rank
+    return torch.zeros(rows, PARAMS.hidden_size, dtype=torch.bfloat16, device=communication.device)
+
+
+def expect_timeout(communication: MoEEpCommunication, call: Any) -> Waited:
+    started = time.monotonic()
+    try:
+        call()
+    except MoEEpTimeoutError as raised:
+        seconds, error = time.monotonic() - started, str(raised)
+    else:
+        raise AssertionError("the call returned")
+    try:
+        dispatch_round(communication, 0)
+    except MoEEpStateError as raised:
+        return Waited(error, seconds, str(raised))
+    raise AssertionError("the next call did not raise")
+
+
+def meet_a_silent_peer(
+    context: RankContext, backend: str, silent: int, full_rounds: int, silent_in: str
+) -> Waited | None:
+    """Body: after some rounds one rank falls silent before its next dispatch or combine."""
+    communication = open_communication(context, backend, BUDGET)
+    for index in range(full_rounds):
+        play_round(communication, round_number(index, context.size))
+    if context.rank == silent:
+        if silent_in == "combine":
+            dispatch_round(communication, full_rounds)
+        time.sleep(BUDGET + 2.5)
+        return None
+    if silent_in == "dispatch":
+        return expect_timeout(communication, lambda: dispatch_round(communication, full_rounds))
+    dispatch_round(communication, full_rounds)
+    return expect_timeout(communication, lambda: communication.combine(any_partial(communication)))
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("silent_in", "full_rounds"), [("dispatch", 0), ("dispatch", 3), ("combine", 3)]
+)
+def test_a_peer_that_never_calls_is_named_with_phase_and_epoch(
+    ranks: RunOnRanks, backend: Backend, device: str, silent_in: str, full_rounds: int
+) -> None:
+    outcomes: list[Outcome] = ranks(
+        2,
+        meet_a_silent_peer,
+        device=device,
+        dedicated=True,
+        backend=backend.name,
+        silent=1,
+        full_rounds=full_rounds,
+        silent_in=silent_in,
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    waited = outcomes[0].value
+    assert BUDGET <= waited.seconds <= 2 * BUDGET
+    epoch = full_rounds + 1
+    for word in ("rank 0", "rank 1", silent_in, f"epoch {epoch} expected"):
+        assert word in waited.error
+    assert "re-create" in waited.next_call
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+    assert outcomes[0].seconds < outcomes[1].seconds  # it did not wait for its peer to leave
+
+
+def meet_a_slow_peer(context: RankContext, backend: str, nap: float) -> Any:
+    with open_communication(context, backend, 30) as communication:
+        if context.rank == 1:
+            time.sleep(nap)
+        return play_round(communication, round_number(0, context.size))
+
+
+@every_backend
+def test_a_slow_peer_within_the_budget_is_waited_for(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    outcomes = ranks(
+        2, meet_a_slow_peer, device=device, dedicated=True, backend=backend.name, nap=5
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    check(PARAMS, round_number(0, 2), [outcome.value for outcome in outcomes])
+
+
+def lose_a_peer(context: RankContext, backend: str, victim: int, place: str) -> Waited | None:
+    """Body: one rank is killed inside its tenth round."""
+    communication = open_communication(context, backend, BUDGET)
+    for index in range(9):
+        play_round(communication, round_number(index, context.size))
+    if context.rank == victim:
+        if place == "combine":
+            dispatch_round(communication, 9)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def last_round() -> None:
+        dispatch_round(communication, 9)
+        communication.combine(any_partial(communication))
+
+    return expect_timeout(communication, last_round)
+
+
+@every_backend
+@pytest.mark.parametrize("place", ["dispatch", "combine"])
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 2)])
+def test_a_peer_that_is_killed_is_named_within_the_budget(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, victim: int, place: str
+) -> None:
+    outcomes = ranks(
+        size,
+        lose_a_peer,
+        device=device,
+        dedicated=True,
+        backend=backend.name,
+        victim=victim,
+        place=place,
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome.exit_code == -signal.SIGKILL
+            continue
+        assert outcome.error is None, outcome.error
+        assert outcome.value.seconds <= BUDGET + 1
+        for word in (f"rank {rank}", f"rank {victim}", place, "epoch 10 expected"):
+            assert word in outcome.value.error
+        assert outcome.exit_code == 0
+
+
+def be_interrupted(context: RankContext, backend: str) -> float | None:
+    """Body: rank 0 gets Ctrl-C while it waits for a peer that sleeps."""
+    communication = open_communication(context, backend, BUDGET)
+    play_round(communication, round_number(0, context.size))
+    if context.rank == 1:
+        time.sleep(BUDGET + 3)
+        return None
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    try:
+        dispatch_round(communication, 1)
+    except KeyboardInterrupt:
+        return time.monotonic() - started
+    raise AssertionError("not interrupted")
+
+
+@every_backend
+def test_ctrl_c_in_a_wait_is_raised_at_the_latest_when_the_wait_ends(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    outcomes = ranks(2, be_interrupted, device=device, dedicated=True, backend=backend.name)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert outcomes[0].value <= BUDGET + 1
+    assert outcomes[0].exit_code == 0
+
+
+def destroy_after_timeout(context: RankContext, backend: str) -> Any:
+    """Body: rank 1 skips a round; both then create a new communication over a new group."""
+    communication = open_communication(context, backend, BUDGET)
+    if context.rank == 0:
+        expect_timeout(communication, lambda: dispatch_round(communication, 0))
+    else:
+        time.sleep(BUDGET + 0.5)
+    communication.destroy()
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    bootstrap = BootstrapConfig(
+        context.size,
+        context.rank,
+        device=context.device,
+        tcp_store=torch.distributed.PrefixStore("again", store),
+    )
+    with create_communication(bootstrap, PARAMS, backend, timeout_sec=20) as again:
+        return play_round(again, round_number(1, context.size))
+
+
+@every_backend
+def test_a_new_communication_works_after_a_timeout(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    outcomes = ranks(2, destroy_after_timeout, device=device, dedicated=True, backend=backend.name)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    check(PARAMS, round_number(1, 2), [outcome.value for outcome in outcomes])
