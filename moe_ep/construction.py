@@ -58,12 +58,12 @@ def agree_on_construction(
         "dtype": params.token_dtype,  # None and bfloat16 are the same
         **config.group_wide_settings(),
     }
+    try:
+        reason, host = backend.unsupported_reason(device), HostIdentity.of_this_process()
+    except Exception as exc:  # a rank that raised here would leave its peers waiting
+        reason, host = f"{type(exc).__name__}: {exc}", HostIdentity(socket.gethostname(), "")
     declarations: list[_Declaration] = comm.allgather(
-        _Declaration(
-            {name: str(value) for name, value in values.items()},
-            backend.unsupported_reason(device),
-            HostIdentity.of_this_process(),
-        )
+        _Declaration({name: str(value) for name, value in values.items()}, reason, host)
     )
     _require_same_values(declarations)
     reasons = unsupported_reasons(

@@ -53,16 +53,24 @@ class RunOnRanks:
         return run(size, body, kwargs, device=device, seconds=seconds)
 
 
-def pytest_configure() -> None:
+_TRUE_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     problem = world_size_problem(os.environ)
     if problem is not None:
         raise pytest.UsageError(problem)
+    config.stash[_TRUE_STDERR] = os.dup(2)  # pytest captures only later
 
 
 @pytest.fixture(scope="session")
-def rank_processes() -> Iterator[RankPool | LaunchedRanks]:
+def rank_processes(pytestconfig: pytest.Config) -> Iterator[RankPool | LaunchedRanks]:
     start_server()
-    processes = LaunchedRanks() if is_launched(os.environ) else RankPool()
+    processes: RankPool | LaunchedRanks
+    if is_launched(os.environ):
+        processes = LaunchedRanks(pytestconfig.stash[_TRUE_STDERR])
+    else:
+        processes = RankPool()
     yield processes
     processes.close()
 

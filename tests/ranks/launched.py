@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +46,9 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 class LaunchedRanks:
     """Runs bodies in this process and its peers; all issue the same calls in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, stderr: int) -> None:
+        """stderr: a descriptor of the true one, which pytest does not capture."""
+        self._stderr = stderr
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -72,7 +73,7 @@ class LaunchedRanks:
         self._skip_unless(size)
         rank = self._rank - (self._world_size - size)
         mine = wire.dumps(("value", None))
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
         try:
             if rank >= 0:
                 copied = wire.loads(wire.dumps(kwargs))
