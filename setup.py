@@ -33,6 +33,7 @@ OPS_SOURCES = [
 ]
 OPS_CUDA_SOURCES = []
 NATIVE_SOURCES = [
+    "csrc/bindings/interrupt.cpp",
     "csrc/bindings/layout.cpp",
     "csrc/bindings/memory.cpp",
     "csrc/bindings/module.cpp",

@@ -18,6 +18,7 @@ from moe_ep.collectives import (
 )
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.launchers import detect_launch
+from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.peer_exchange import has_gloo
 
 if TYPE_CHECKING:
@@ -172,7 +173,9 @@ class BootstrapConfig:
         _require_group_matches(self, group, "torch.distributed's default group")
         return group
 
-    def comm(self, comm_backend: Any = None, *, timeout_sec: float = 300) -> CommBackend:
+    def comm(
+        self, comm_backend: Any = None, *, timeout_sec: float = DEFAULT_TIMEOUT_SEC
+    ) -> CommBackend:
         """Return what the group agrees over: `comm_backend` if given, else torch.distributed over
         `group()`.
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ep._native import MAX_EP_SIZE
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.config import CommunicationConfig, require_int_in_range
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.limits import MAX_EP_SIZE
 from moe_ep.params import MoEEpCommParams, RowFormat
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -25,19 +25,19 @@ def check_type(name: str, value: object, wanted: type) -> None:
         raise TypeError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}.")
 
 
-def check_construction(
-    config_type: type[CommunicationConfig],
-    bootstrap: BootstrapConfig,
-    params: MoEEpCommParams,
-    config: CommunicationConfig,
-    eplb_stats_num_experts: int,
+def check_group(
+    config_type: type[CommunicationConfig], bootstrap: BootstrapConfig, config: CommunicationConfig
 ) -> None:
-    """Check what one rank can see of the constructor's arguments."""
+    """Check what a rank must have right before it can tell the others anything."""
     check_type("bootstrap", bootstrap, BootstrapConfig)
-    check_type("params", params, MoEEpCommParams)
     check_type("config", config, config_type)
     if bootstrap.world_size > MAX_EP_SIZE:
         raise MoEEpConfigError(f"world_size must be 1..{MAX_EP_SIZE}, got {bootstrap.world_size}.")
+
+
+def check_construction(params: MoEEpCommParams, eplb_stats_num_experts: int) -> None:
+    """Check what one rank can see of the constructor's other arguments."""
+    check_type("params", params, MoEEpCommParams)
     require_int_in_range("eplb_stats_num_experts", eplb_stats_num_experts, 0, params.num_experts)
 
 
@@ -107,6 +107,7 @@ def check_combine(
         _check_tensor("output", output, 2, device)
         _check_dtype("output", output, (params.token_dtype,))
         _check_shape("output", output, (num_tokens, hidden_size), "[n, hidden_size]")
+        _check_no_overlap("output", output)
     return expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
 
 
@@ -209,6 +210,8 @@ def _check_eplb_stats(num_stats: int, device: torch.device, stats: Tensor | None
 def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be dense (torch.strided), got {value.layout}.")
     if dim is not None and value.dim() != dim:
         raise MoEEpConfigError(f"{name} must have {dim} dimensions, got shape {list(value.shape)}.")
     if value.device != device:
@@ -234,4 +237,22 @@ def _check_shape(name: str, value: Tensor, wanted: tuple[int, ...], meaning: str
     if tuple(value.shape) != wanted:
         raise MoEEpConfigError(
             f"{name} must be {meaning} = {list(wanted)}, got {list(value.shape)}."
+        )
+
+
+def _check_no_overlap(name: str, value: Tensor) -> None:
+    """Refuse a matrix of which two elements share memory, or may: one dimension must step over all
+    of the other. Slices, transposes and selections of a matrix do."""
+    (rows, columns), (row_stride, column_stride) = value.shape, value.stride()
+    if rows == 0 or columns == 0:
+        return
+    row_span, column_span = (rows - 1) * row_stride, (columns - 1) * column_stride
+    repeats = (rows > 1 and row_stride == 0) or (columns > 1 and column_stride == 0)
+    interleaves = (
+        rows > 1 and columns > 1 and row_stride <= column_span and column_stride <= row_span
+    )
+    if repeats or interleaves:
+        raise MoEEpConfigError(
+            f"{name} must not overlap itself, got strides {list(value.stride())} for shape "
+            f"{list(value.shape)}. Pass a tensor with memory for each element, as torch.empty makes."
         )

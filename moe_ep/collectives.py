@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
-from moe_ep import errors
-from moe_ep.errors import MoEEpError, MoEEpPlatformError, MoEEpTimeoutError
+from moe_ep.errors import (
+    MoEEpConfigError,
+    MoEEpError,
+    MoEEpPlatformError,
+    MoEEpTimeoutError,
+)
+from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.peer_exchange import Deadline, PeerSilentError, exchange, has_gloo
 
 T = TypeVar("T")
@@ -71,7 +77,9 @@ class TorchDistributedComm:
     (MoEEpTimeoutError). Over a group that has only NCCL, the group's own timeout holds.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_sec: float = 300) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout_sec: float = DEFAULT_TIMEOUT_SEC
+    ) -> None:
         self._group = group
         self._timeout_sec = timeout_sec
 
@@ -153,40 +161,62 @@ def as_comm_backend(candidate: Any) -> CommBackend:
 
 @dataclass(frozen=True)
 class _Outcome:
+    step: str
     host: str
     value: Any
     failed_as: str | None
     reason: str
 
 
-def agree(comm: CommBackend, outcome: T | Exception, *, what: str = "set-up") -> list[T]:
+def attempt(step: Callable[[], T]) -> T | Exception:
+    """Return what the step returns or raises, as `agree` wants it."""
+    try:
+        return step()
+    except Exception as error:
+        # Its frames hold memory and descriptors: they go now, not when the user drops the error.
+        traceback.clear_frames(error.__traceback__)
+        return error
+
+
+def agree(comm: CommBackend, outcome: T | Exception, *, what: str) -> list[T]:
     """Gather every rank's outcome; return the values in rank order if no rank failed. Collective.
 
     outcome: what this rank's part came to: a picklable value, or the exception that stopped it.
-    what: the step's name in the message.
+    what: the step's name in the message; equal on all ranks.
 
-    If any rank failed, all ranks raise the same: the failures' own class where it is one MoEEpError
-        class, else
-    MoEEpPlatformError, with every rank's reason. On a rank that failed, its own exception is the
-    cause.
+    If any rank failed, all ranks raise the same, with every rank's reason: the failures' class
+    where all have one and it is the library's, TypeError or KeyError, else MoEEpPlatformError. On a
+    rank that failed, its own exception is the cause. A group of one raises that exception itself
+    where it need not change the class. Raises MoEEpConfigError on all ranks if they are in
+    different steps.
     """
     failure = outcome if isinstance(outcome, Exception) else None
     # The class travels by name: a third party's exception may not unpickle elsewhere.
-    answers = comm.allgather(
+    answers: list[_Outcome] = comm.allgather(
         _Outcome(
+            step=what,
             host=socket.gethostname(),
             value=outcome if failure is None else None,
             failed_as=None if failure is None else type(failure).__name__,
             reason="fine" if failure is None else _reason(failure),
         )
     )
-    classes = {answer.failed_as for answer in answers} - {None}
-    if not classes:
-        return [answer.value for answer in answers]
-    error_class = _error_class(classes.pop()) if len(classes) == 1 else MoEEpPlatformError
-    reasons = {rank: answer.reason for rank, answer in enumerate(answers)}
     hosts = [answer.host for answer in answers]
-    raise error_class(f"{what} failed: {by_rank(reasons, hosts)}.") from failure
+    classes = {answer.failed_as for answer in answers if answer.failed_as is not None}
+    if classes:
+        kept = _RAISED_AS_THEY_ARE.get(classes.pop()) if len(classes) == 1 else None
+        if kept is not None and failure is not None and len(answers) == 1:
+            raise failure
+        reasons = {rank: answer.reason for rank, answer in enumerate(answers)}
+        message = f"{what} failed: {by_rank(reasons, hosts)}."
+        raise (kept or MoEEpPlatformError)(message) from failure
+    steps = {rank: answer.step for rank, answer in enumerate(answers)}
+    if len(set(steps.values())) > 1:
+        raise MoEEpConfigError(
+            f"the ranks are in different steps: {by_rank(steps, hosts)}. Make the same calls with "
+            "equal arguments on all ranks."
+        )
+    return [answer.value for answer in answers]
 
 
 def by_rank(values: Mapping[int, object], hosts: list[str] | None = None) -> str:
@@ -205,11 +235,14 @@ def by_rank(values: Mapping[int, object], hosts: list[str] | None = None) -> str
     )
 
 
-def _error_class(name: str) -> type[MoEEpError]:
-    cls = getattr(errors, name, MoEEpPlatformError)
-    return cast(type[MoEEpError], cls)
+# The library's own errors, and what else a wrong argument raises.
+_RAISED_AS_THEY_ARE: dict[str, type[Exception]] = {
+    cls.__name__: cls for cls in (TypeError, KeyError, *MoEEpError.__subclasses__())
+}
 
 
 def _reason(failure: Exception) -> str:
-    text = str(failure).rstrip(".")
-    return text if isinstance(failure, MoEEpError) else f"{type(failure).__name__}: {text}"
+    # str() of a KeyError is its argument's repr.
+    text = str(failure.args[0] if isinstance(failure, KeyError) else failure).rstrip(".")
+    speaks_for_itself = isinstance(failure, MoEEpError | TypeError | KeyError)
+    return text if speaks_for_itself else f"{type(failure).__name__}: {text}"

@@ -116,12 +116,16 @@ class MoEEpCommunication(abc.ABC):
             format's row.
         eplb_stats_num_experts: length of eplb_local_stats, 0..num_experts; 0: no statistics.
 
-        Raises on every rank of the group together: MoEEpConfigError where ranks disagree about
-        params, settings, backend or library version (with every rank's values), MoEEpPlatformError
-        where the backend cannot run on some rank.
+        Raises on all ranks of the group together, with every rank's reason or values: TypeError
+        and MoEEpConfigError for an argument that is wrong on any of them, MoEEpConfigError where
+        they disagree about params, settings, backend or library version, MoEEpPlatformError where
+        the backend cannot run on some rank. Only a wrong `bootstrap` and a `config` of another type
+        raise on their own rank alone: it cannot tell the others.
         """
-        checks.check_construction(
-            type(self).config_type, bootstrap, params, config, eplb_stats_num_experts
+        checks.check_group(type(self).config_type, bootstrap, config)
+        comm = bootstrap.comm(config.comm_backend, timeout_sec=config.timeout_sec)
+        agree_on_construction(
+            type(self), comm, params, config, bootstrap.torch_device, eplb_stats_num_experts
         )
         first, count = expert_partition(params.num_experts, bootstrap.world_size, bootstrap.rank)
         self.params: Final = params
@@ -132,9 +136,7 @@ class MoEEpCommunication(abc.ABC):
         self.first_local_expert: Final[int] = first
         self.num_local_experts: Final[int] = count
         self._bootstrap: Final = bootstrap
-        self._comm: Final[CommBackend] = bootstrap.comm(
-            config.comm_backend, timeout_sec=config.timeout_sec
-        )
+        self._comm: Final[CommBackend] = comm
         self._row_format: Final = params.row_format
         self._extra_payload_bytes: Final = extra_payload_bytes_per_token
         self._eplb_stats_num_experts: Final = eplb_stats_num_experts
@@ -142,7 +144,6 @@ class MoEEpCommunication(abc.ABC):
         self._broken_by: str = "a call did not finish"
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
-        agree_on_construction(type(self), self._comm, params, config, self.device)
 
     # ---------------------------------------------------------------- what users call
 
@@ -418,14 +419,11 @@ class MoEEpCommunication(abc.ABC):
     def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
         """Raise what a hook's exception means and set the state that it leaves behind."""
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
-        if error is None:
+        # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
+        if not isinstance(error, MoEEpError | TypeError) or isinstance(error, MoEEpTimeoutError):
             self._state = _BROKEN
-            self._broken_by = f"{type(exc).__name__}: {exc}"
-            raise exc
-        if isinstance(error, MoEEpTimeoutError):
-            self._state = _BROKEN
-            self._broken_by = str(error)
-            raise error from None
+            self._broken_by = str(exc if error is None else error)
+            raise exc if error is None else error from None
         # A recorded id is raised when combine's exchange is done, which closes the round.
         closes_round = isinstance(error, MoEEpInputError) and self._state == _BROKEN
         self._state = _IDLE if closes_round else state_if_alive

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from moe_ep._native import MAX_TIMEOUT_SEC
 from moe_ep.collectives import as_comm_backend
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.limits import DEFAULT_TIMEOUT_SEC, MAX_TIMEOUT_SEC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class CommunicationConfig:
     backend_name: ClassVar[str]
 
     comm_backend: Any = field(default=None, compare=False)
-    timeout_sec: int = field(default=300, compare=False)
+    timeout_sec: int = field(default=DEFAULT_TIMEOUT_SEC, compare=False)
 
     def __post_init__(self) -> None:
         require_int_in_range("timeout_sec", self.timeout_sec, 1, MAX_TIMEOUT_SEC)

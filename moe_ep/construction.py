@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from moe_ep.collectives import CommBackend, by_rank
+from moe_ep.checks import check_construction
+from moe_ep.collectives import CommBackend, agree, attempt, by_rank
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.version import __version__
@@ -20,18 +21,34 @@ if TYPE_CHECKING:
     from moe_ep.config import CommunicationConfig
 
 
+_STEP = "creating the communication"
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
 @dataclass(frozen=True)
 class HostIdentity:
-    """Names a running machine: two ranks with equal identities share its memory."""
+    """Names a running kernel: processes with equal identities can share memory.
 
-    name: str
+    name: the host's, for messages. Not compared: containers on one kernel may have their own.
+    boot_id: the kernel's; the host's name where the kernel does not tell.
+    """
+
+    name: str = field(compare=False)
     boot_id: str
 
     @classmethod
     def of_this_process(cls) -> HostIdentity:
-        """Return the identity of the machine that this process runs on."""
-        boot_id = Path("/proc/sys/kernel/random/boot_id")
-        return cls(socket.gethostname(), boot_id.read_text().strip() if boot_id.exists() else "")
+        """Return the identity of the kernel that this process runs on."""
+        name = socket.gethostname()
+        try:
+            boot_id = _BOOT_ID.read_text().strip()
+        except OSError:
+            boot_id = ""
+        return cls(name, boot_id or name)
+
+    def __str__(self) -> str:
+        return f"{self.name} (boot id {self.boot_id})"
 
 
 @dataclass(frozen=True)
@@ -47,24 +64,31 @@ def agree_on_construction(
     params: MoEEpCommParams,
     config: CommunicationConfig,
     device: torch.device,
+    eplb_stats_num_experts: int,
 ) -> None:
-    """Raise on all ranks if they disagree (MoEEpConfigError) or one cannot run
-    (MoEEpPlatformError). Collective."""
-    values: dict[str, object] = {
-        "backend": backend.backend_name,
-        "moe_ep version": __version__,
-        "device type": device.type,
-        **{f.name: getattr(params, f.name) for f in dataclasses.fields(params)},
-        "dtype": params.token_dtype,  # None and bfloat16 are the same
-        **config.group_wide_settings(),
-    }
-    try:
-        reason, host = backend.unsupported_reason(device), HostIdentity.of_this_process()
-    except Exception as exc:  # a rank that raised here would leave its peers waiting
-        reason, host = f"{type(exc).__name__}: {exc}", HostIdentity(socket.gethostname(), "")
-    declarations: list[_Declaration] = comm.allgather(
-        _Declaration({name: str(value) for name, value in values.items()}, reason, host)
-    )
+    """Check the arguments of the constructor together with the other ranks. Collective.
+
+    Raises on all ranks if an argument is wrong on one of them (TypeError, MoEEpConfigError), if
+    they disagree (MoEEpConfigError) or if one cannot run (MoEEpPlatformError).
+    """
+
+    def declare() -> _Declaration:
+        check_construction(params, eplb_stats_num_experts)
+        values: dict[str, object] = {
+            "backend": backend.backend_name,
+            "moe_ep version": __version__,
+            "device type": device.type,
+            **{f.name: getattr(params, f.name) for f in dataclasses.fields(params)},
+            "dtype": params.token_dtype,  # None and bfloat16 are the same
+            **config.group_wide_settings(),
+        }
+        return _Declaration(
+            {name: str(value) for name, value in values.items()},
+            own_reason_against(backend, device),
+            HostIdentity.of_this_process(),
+        )
+
+    declarations = agree(comm, attempt(declare), what=_STEP)
     _require_same_values(declarations)
     reasons = unsupported_reasons(
         backend, [d.unsupported_reason for d in declarations], [d.host for d in declarations]
@@ -73,20 +97,37 @@ def agree_on_construction(
         raise MoEEpPlatformError(f"{backend.backend_name} cannot run on this group: {reasons}.")
 
 
+def refuse_construction(comm: CommBackend, failure: Exception) -> NoReturn:
+    """Raise on all ranks what stopped this one before `agree_on_construction`. Collective."""
+    agree(comm, failure, what=_STEP)
+    raise failure  # agree has raised
+
+
+def own_reason_against(backend: type[MoEEpCommunication], device: torch.device) -> str | None:
+    """Return why this rank cannot run the backend, or None if it can.
+
+    Never raises: the other ranks wait for the answer.
+    """
+    try:
+        return backend.unsupported_reason(device)
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+
+
 def unsupported_reasons(
     backend: type[MoEEpCommunication], reasons: list[str | None], hosts: list[HostIdentity]
 ) -> str | None:
     """Return the table of why a group cannot run the backend, or None if it can.
 
-    reasons, hosts: each rank's `unsupported_reason` and host.
+    reasons, hosts: each rank's `own_reason_against` and host.
     """
-    names = [host.name for host in hosts]
     if any(reason is not None for reason in reasons):
         return by_rank(
-            {r: "fine" if reason is None else reason for r, reason in enumerate(reasons)}, names
+            {r: "fine" if reason is None else reason for r, reason in enumerate(reasons)},
+            [host.name for host in hosts],
         )
     if backend.one_host_only and len(set(hosts)) > 1:
-        return f"it needs all ranks on one host, and {by_rank(dict(enumerate(names)))}"
+        return f"it needs all ranks on one host, got {by_rank(dict(enumerate(hosts)))}"
     return None
 
 

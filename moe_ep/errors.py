@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moe_ep import _native
+
 
 class MoEEpError(Exception):
     """Base of every error of this library."""
@@ -38,9 +40,10 @@ class MoEEpInputError(MoEEpError, RuntimeError):
 
 # Ops know no Python types: they raise RuntimeError whose message starts with one of these names
 # and ": ".
-_RAISED_BY_OPS: dict[str, type[MoEEpError]] = {
+_RAISED_BY_OPS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
+        TypeError,
         MoEEpConfigError,
         MoEEpPlatformError,
         MoEEpStateError,
@@ -48,19 +51,28 @@ _RAISED_BY_OPS: dict[str, type[MoEEpError]] = {
         MoEEpInputError,
     )
 }
+_INTERRUPTED = "Interrupted"
 
 
-def translate_op_error(exc: BaseException) -> MoEEpError | None:
-    """Return the typed error that an op's exception stands for, or None if it stands for none.
+def translate_op_error(exc: BaseException) -> BaseException | None:
+    """Return the error that an op's exception stands for, or None if it stands for none.
 
     An op's message is "MoEEpTimeoutError: rank 0 waited ..."; the returned error's message is what
-    follows the name, without the C++ stack that torch may append.
+    follows the name, without the C++ stack that torch may append. A wait that a signal handler
+    ended (Ctrl-C) stands for what the handler raised.
     """
     name, found, message = str(exc).partition(": ")
+    if found and name == _INTERRUPTED:
+        return _native.take_interrupt()
     cls = _RAISED_BY_OPS.get(name)
     if cls is None or not found:
         return None
     return cls(message.partition("\nException raised from ")[0])
+
+
+def stands_for(cls: type[Exception], exc: BaseException) -> bool:
+    """Return whether an op's exception stands for an error of this class."""
+    return str(exc).startswith(f"{cls.__name__}: ")
 
 
 @contextmanager

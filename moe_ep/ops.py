@@ -22,6 +22,7 @@ if _library is None or _library.origin is None:
         "To install: pip install --no-build-isolation ."
     )
 torch.ops.load_library(_library.origin)
+torch.ops.moe_ep.set_interrupt_check(_native.interrupt_check())
 
 
 @torch.library.register_fake("moe_ep::cake_initialize")
@@ -45,13 +46,12 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ep_size, top_k = workspace.shape[0], topk_ids.shape[1]
     rows = ep_size * tokens_per_rank
+    stats = (0, 0) if eplb_local_stats is None else (ep_size, eplb_local_stats.shape[0])
     return (
         topk_ids.new_empty((rows, top_k), dtype=torch.int32),
         topk_ids.new_empty((rows, top_k if topk_weights is not None else 0), dtype=torch.float32),
         topk_ids.new_empty((ep_size,), dtype=torch.int32),
-        topk_ids.new_empty(
-            (ep_size if eplb_local_stats is not None else 0, geometry[6]), dtype=torch.int32
-        ),
+        topk_ids.new_empty(stats, dtype=torch.int32),
     )
 
 
@@ -135,4 +135,4 @@ def _(topk_ids: Tensor, recv_token_counts: Tensor, invalid_expert_id: int) -> No
 
 @torch.library.register_fake("moe_ep::active_rank_mask")
 def _(ranks: list[int], ep_size: int) -> Tensor:
-    return torch.empty((-(-ep_size // 64),), dtype=torch.uint64)
+    return torch.empty((_native.rank_mask_words(ep_size),), dtype=torch.uint64)

@@ -201,6 +201,6 @@ def _require_int(name: str, value: object) -> None:
 
 def _require_positive_int(name: str, value: object) -> None:
     _require_int(name, value)
-    if isinstance(value, int) and value < 1:
-        limit = f"1..{MAX_TOP_K}" if name == "top_k" else "at least 1"
+    if isinstance(value, int) and not 1 <= value < 2**31:
+        limit = f"1..{MAX_TOP_K}" if name == "top_k" else f"1..{2**31 - 1}"
         raise MoEEpConfigError(f"{name} must be {limit}, got {value}.")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ from moe_ep.params import MoEEpCommParams
 
 Expert = Callable[[int, Tensor], Tensor]
 """From an expert's number and [rows, hidden_size] float32 to the same shape."""
+
+
+class ReceivedRows(Protocol):
+    """What a consumer reads of a dispatch's result, the oracle's or a backend's."""
+
+    @property
+    def hidden_states(self) -> Tensor: ...
+    @property
+    def topk_ids(self) -> Tensor: ...
+    @property
+    def topk_weights(self) -> Tensor | None: ...
+    @property
+    def tokens_per_rank(self) -> int: ...
+    @property
+    def recv_token_counts(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +231,7 @@ def evaluate_experts(
     params: MoEEpCommParams,
     ep_size: int,
     rank: int,
-    received: ReferenceDispatch,
+    received: ReceivedRows,
     *,
     expert: Expert = scale_by_number,
     empty_rows: float = float("nan"),
@@ -223,11 +239,10 @@ def evaluate_experts(
     """A stand-in for the consumer between dispatch and combine: [ep_size * tokens_per_rank,
     hidden_size], token dtype.
 
-    `received` may also be a backend's result: only fields of the public one are read. In every row
-    with a token the experts of `rank` are applied as `expert(expert_id, rows)` in float32,
-    weighted, added in slot order in float32, and rounded once. Rows without a token get
+    In every row with a token the experts of `rank` are applied as `expert(expert_id, rows)` in
+    float32, weighted, added in slot order in float32, and rounded once. Rows without a token get
     `empty_rows`: NaN by default, so that whoever reads one is found out. The first hidden_size
-    values of the received rows are the token; narrower rows are repeated.
+    values of a received row are the token; narrower rows are repeated.
     """
     repeats = -(-params.hidden_size // received.hidden_states.shape[1])
     tokens = received.hidden_states.float().repeat(1, repeats)[:, : params.hidden_size]

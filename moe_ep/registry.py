@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moe_ep._native import MAX_EP_SIZE
+import torch
+
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.collectives import CommBackend
+from moe_ep.checks import check_type
+from moe_ep.collectives import CommBackend, agree, attempt
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig, require_int_in_range
-from moe_ep.construction import HostIdentity, unsupported_reasons
+from moe_ep.construction import (
+    HostIdentity,
+    own_reason_against,
+    refuse_construction,
+    unsupported_reasons,
+)
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError
+from moe_ep.limits import MAX_EP_SIZE
 from moe_ep.params import MoEEpCommParams
 
 AUTO = "auto"
 """Asks create_communication to choose; no backend can have this name."""
+
+# What a rank needs, besides its bootstrap, to reach the others.
+_COMM_SETTINGS = {"comm_backend", "timeout_sec"}
 
 _Communication = TypeVar("_Communication", bound=MoEEpCommunication)
 
@@ -109,30 +121,23 @@ def create_communication(
     options: settings of the backend's config, as its constructor takes them; none with a config
         object.
 
-    Raises KeyError listing the names for an unknown one, TypeError for an unknown option,
-    MoEEpConfigError for a wrong value or where the ranks disagree, MoEEpPlatformError (on all
-    ranks, with each rank's reason) where it cannot run.
+    Raises KeyError listing the names for an unknown one, TypeError for an unknown option or a wrong
+    type, MoEEpConfigError for a wrong value or where the ranks disagree, MoEEpPlatformError where
+    it cannot run; on all ranks together, with every rank's reason. A wrong `bootstrap` raises on
+    its own rank alone, which cannot tell the others.
     """
+    check_type("bootstrap", bootstrap, BootstrapConfig)
     if backend == AUTO:
         backend = _choose(bootstrap, options)
-    entry = _registry[communication_backend_name(backend)]
-    config_type = entry.communication.config_type
-    if isinstance(backend, str):
-        unknown = _unknown_options(config_type, options)
-        if unknown:
-            raise TypeError(
-                f"backend {backend!r} has no option {', '.join(unknown)}; "
-                f"it has: {', '.join(_option_names(config_type))}."
-            )
-        config = config_type(**options)
-    elif options:
-        raise TypeError(
-            f"options must not be given with a {type(backend).__name__}, got {', '.join(options)}: "
-            "set them there."
-        )
-    else:
-        config = backend
-    return entry.communication(bootstrap, params, config)
+    try:
+        cls, config = _resolve(backend, options)
+    except Exception as failure:
+        try:
+            comm = _comm(bootstrap, {**getattr(backend, "__dict__", {}), **options})
+        except Exception:  # nobody to tell
+            raise failure from None
+        refuse_construction(comm, failure)
+    return cls(bootstrap, params, config)
 
 
 def estimate_workspace_bytes(
@@ -147,24 +152,71 @@ def estimate_workspace_bytes(
     return entry.communication.estimate_workspace_bytes(params, ep_size, config)
 
 
+def _resolve(
+    backend: str | CommunicationConfig, options: dict[str, Any]
+) -> tuple[type[MoEEpCommunication], CommunicationConfig]:
+    """Return the class to construct and the config to construct it with."""
+    cls = _registry[communication_backend_name(backend)].communication
+    if isinstance(backend, str):
+        unknown = _unknown_options(cls.config_type, options)
+        if unknown:
+            raise TypeError(
+                f"backend {backend!r} has no option {', '.join(unknown)}; "
+                f"it has: {', '.join(_option_names(cls.config_type))}."
+            )
+        return cls, cls.config_type(**options)
+    if options:
+        raise TypeError(
+            f"options must not be given with a {type(backend).__name__}, got {', '.join(options)}: "
+            "set them there."
+        )
+    check_type("backend", backend, cls.config_type)
+    return cls, backend
+
+
+def _comm(bootstrap: BootstrapConfig, settings: Mapping[str, Any]) -> CommBackend:
+    """Return what this rank can agree over, whatever is wrong with its settings. A wrong one counts
+    as not given: the other ranks must hear of it."""
+    usable = {}
+    for name in _COMM_SETTINGS & settings.keys():
+        with contextlib.suppress(TypeError, MoEEpConfigError):
+            usable[name] = getattr(CommunicationConfig(**{name: settings[name]}), name)
+    return bootstrap.comm(**usable)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """What one rank could run: each registered backend, and why not."""
+
+    reasons_against: dict[str, str | None]
+    host: HostIdentity
+
+
 def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:
     """Return the name that the group agrees on. Collective."""
-    candidates = available_communication_backends()
-    device = bootstrap.torch_device
-    comm: CommBackend = bootstrap.comm(
-        options.get("comm_backend"), timeout_sec=options.get("timeout_sec", 300)
+
+    def own_candidates() -> _Candidates:
+        CommunicationConfig(**{name: options[name] for name in _COMM_SETTINGS & options.keys()})
+        return _Candidates(
+            {
+                name: _reason_against(entry.communication, bootstrap.torch_device, options)
+                for name, entry in _registry.items()
+            },
+            HostIdentity.of_this_process(),
+        )
+
+    of_ranks = agree(
+        _comm(bootstrap, options), attempt(own_candidates), what="choosing a backend"
     )
-    mine = {
-        name: _reason_against(_registry[name].communication, device, options) for name in candidates
-    }
-    answers = comm.allgather((mine, HostIdentity.of_this_process()))
-    hosts = [host for _, host in answers]
-    # A backend that only some ranks have registered is none of the group's.
-    everywhere = [name for name in candidates if all(name in reasons for reasons, _ in answers)]
+    hosts = [candidates.host for candidates in of_ranks]
     table = []
-    for name in everywhere:
+    for name in available_communication_backends():
+        if any(name not in candidates.reasons_against for candidates in of_ranks):
+            continue  # a backend that only some ranks have registered is none of the group's
         reasons = unsupported_reasons(
-            _registry[name].communication, [answer[name] for answer, _ in answers], hosts
+            _registry[name].communication,
+            [candidates.reasons_against[name] for candidates in of_ranks],
+            hosts,
         )
         if reasons is None:
             return name
@@ -173,12 +225,12 @@ def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:
 
 
 def _reason_against(
-    cls: type[MoEEpCommunication], device: Any, options: dict[str, Any]
+    cls: type[MoEEpCommunication], device: torch.device, options: dict[str, Any]
 ) -> str | None:
     unknown = _unknown_options(cls.config_type, options)
     if unknown:
         return f"it has no option {', '.join(unknown)}"
-    return cls.unsupported_reason(device)
+    return own_reason_against(cls, device)
 
 
 def _unknown_options(config_type: type[CommunicationConfig], options: dict[str, Any]) -> list[str]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from typing_extensions import Self
 
 from moe_ep import _native
-from moe_ep.collectives import CommBackend, agree, by_rank
+from moe_ep.collectives import CommBackend, agree, attempt, by_rank
 from moe_ep.construction import HostIdentity
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError, MoEEpStateError
 
@@ -28,8 +26,6 @@ from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError, MoEEpStateError
 _EXCHANGE_TIMEOUT_SEC = 60.0
 
 _NONCE_BYTES = 16
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,11 @@ class SymmetricMemory:
         return self._workspace
 
     @property
+    def mapped_bytes(self) -> int:
+        """Bytes of this rank's own memory: its segment in whole pages."""
+        return self._open_memory("mapped_bytes").mapped_bytes
+
+    @property
     def state(self) -> str:
         """Return "mapped"; "released" between release and restore; "broken" after a restore that
         failed; "closed"."""
@@ -136,16 +137,16 @@ class SymmetricMemory:
 
     def _join(self, comm: CommBackend) -> None:
         """Bring all ranks from addresses without memory to the same memory on all of them."""
-        outcome = _attempt(lambda: self._probe(comm))
+        outcome = attempt(lambda: self._probe(comm))
         probes = agree(comm, outcome, what="reserving shared memory")
         _check_probes(probes)
         if probes[self.ep_rank].state == "mapped":
             return
         self._round += 1
         try:
-            backed = _attempt(lambda: self._back_own_segment(probes[0].nonce))
+            backed = attempt(lambda: self._back_own_segment(probes[0].nonce))
             names = agree(comm, backed, what="allocating shared memory")
-            mapped = _attempt(lambda: self._map_peers(names))
+            mapped = attempt(lambda: self._map_peers(names))
             agree(comm, mapped, what="mapping shared memory")
         except BaseException:
             self._open_memory("restore").break_off()
@@ -208,16 +209,6 @@ def network_namespace() -> str:
         return ""
 
 
-def _attempt(step: Callable[[], T]) -> T | Exception:
-    """Return what the step returns or raises, as `agree` wants it."""
-    try:
-        return step()
-    except Exception as error:
-        # Its frames hold memory and descriptors: they go now, not when the user drops the error.
-        traceback.clear_frames(error.__traceback__)
-        return error
-
-
 def _check_probes(probes: Sequence[_Probe]) -> None:
     """Raise the same on all ranks: all see the same probes."""
     _require_equal("segment_bytes", [p.segment_bytes for p in probes])
@@ -227,9 +218,9 @@ def _check_probes(probes: Sequence[_Probe]) -> None:
         table = by_rank({rank: p.state for rank, p in enumerate(probes)})
         raise MoEEpStateError(f"restore needs all ranks to have released the memory, got {table}.")
     if len({p.host for p in probes}) > 1:
-        hosts = {r: f"{p.host.name} (boot id {p.host.boot_id})" for r, p in enumerate(probes)}
+        hosts = by_rank({rank: p.host for rank, p in enumerate(probes)})
         raise MoEEpPlatformError(
-            f"shared memory needs all ranks of the group on one host, got {by_rank(hosts)}. "
+            f"shared memory needs all ranks of the group on one host, got {hosts}. "
             "Across hosts, use the backend torch_dist."
         )
     if len({p.network for p in probes}) > 1:

@@ -14,12 +14,14 @@ class Backend:
     masks: active_rank_mask.
     extra_bytes: extra_payload_bytes_per_token.
     zero_copy: get_combine_input_buffer returns memory.
+    interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
     """
 
     name: str
     masks: bool = False
     extra_bytes: bool = False
     zero_copy: bool = False
+    interruptible: bool = False
     devices: tuple[str, ...] = ("cpu",)
 
     def __str__(self) -> str:
@@ -27,7 +29,7 @@ class Backend:
 
 
 ALL = (
-    Backend("cake", masks=True, extra_bytes=True, zero_copy=True),
+    Backend("cake", masks=True, extra_bytes=True, zero_copy=True, interruptible=True),
     Backend("torch_dist"),
 )
 

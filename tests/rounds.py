@@ -102,8 +102,11 @@ def play_round(
     """Play this rank's part of a round."""
     rank, size, params = communication.ep_rank, communication.ep_size, communication.params
 
-    def mine(of_each_rank: Sequence[Tensor] | None) -> Tensor | None:
-        return None if of_each_rank is None else of_each_rank[rank].to(communication.device)
+    def mine(of_each_rank: Sequence[Tensor]) -> Tensor:
+        return of_each_rank[rank].to(communication.device)
+
+    def mine_if_given(of_each_rank: Sequence[Tensor] | None) -> Tensor | None:
+        return None if of_each_rank is None else mine(of_each_rank)
 
     mask: dict[str, Any] = {}
     if one.active_ranks is not None:
@@ -111,17 +114,17 @@ def play_round(
     result = communication.dispatch(
         mine(one.hidden_states),
         mine(one.topk_ids),
-        mine(one.topk_weights),
-        hidden_states_scale=mine(one.scales),
+        mine_if_given(one.topk_weights),
+        hidden_states_scale=mine_if_given(one.scales),
         runtime_max_tokens_per_rank=one.tokens_per_rank,
-        eplb_local_stats=mine(one.eplb_local_stats),
+        eplb_local_stats=mine_if_given(one.eplb_local_stats),
         **mask,
     )
     received = copy_of(result)
     partial = evaluate_experts(params, size, rank, received, expert=expert)
     partial = partial.to(communication.device)
     if combine_input == "by_source":
-        partial = partial.unflatten(0, (size, result.tokens_per_rank))
+        partial = partial.view(size, result.tokens_per_rank, params.hidden_size)
     elif combine_input == "buffer":
         buffer = communication.get_combine_input_buffer(params.token_dtype)
         assert buffer is not None

@@ -10,8 +10,10 @@
 #include "bindings/bindings.h"
 #include "core/expert_partition.h"
 #include "core/geometry.h"
+#include "core/geometry_check.h"
 #include "core/limits.h"
 #include "core/quant_formats.h"
+#include "core/rank_mask.h"
 #include "core/scale_layout.h"
 #include "core/workspace_layout.h"
 
@@ -51,25 +53,13 @@ void bind_layout(py::module_& m) {
   m.attr("MAX_TIMEOUT_SEC") = kMaxTimeoutSec;
 
   py::class_<Geometry>(m, "Geometry", "The numbers that size a workspace; the same on every rank.")
-      .def(py::init([](int32_t ep_size, int32_t num_experts, int32_t top_k,
-                       int32_t max_tokens_per_rank, int64_t dispatch_bytes_per_token,
-                       int64_t combine_bytes_per_token, int32_t eplb_stats_num_experts) {
-             return Geometry{ep_size,
-                             num_experts,
-                             top_k,
-                             max_tokens_per_rank,
-                             dispatch_bytes_per_token,
-                             combine_bytes_per_token,
-                             eplb_stats_num_experts};
-           }),
-           py::kw_only(), py::arg("ep_size"), py::arg("num_experts"), py::arg("top_k"),
-           py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
+      .def(py::init(&valid_geometry), py::kw_only(), py::arg("ep_size"), py::arg("num_experts"),
+           py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
       .def("fields", &fields_of, "The int[] that ops take as `geometry`.")
-      .def_property_readonly("fingerprint", &Geometry::fingerprint)
       .def_property_readonly(
           "segment_bytes", [](const Geometry& g) { return WorkspaceLayout::of(g).segment_bytes; },
           "Bytes of one rank's segment.")
@@ -103,6 +93,7 @@ void bind_layout(py::module_& m) {
       .value("LINEAR", ScaleLayout::kLinear)
       .value("SWIZZLE_128x4", ScaleLayout::kSwizzle128x4)
       .value("SWIZZLE_8x4", ScaleLayout::kSwizzle8x4);
+  m.def("rank_mask_words", &rank_mask_words, py::arg("ep_size"), "64-bit words of a rank mask.");
   m.def("quantized_row_bytes", &quantized_row_bytes, py::arg("format"), py::arg("hidden_size"));
   m.def("scales_per_row", &scales_per_row, py::arg("format"), py::arg("hidden_size"));
   m.def("rows_per_scale_tile", &rows_per_scale_tile, py::arg("layout"));

@@ -112,6 +112,13 @@ void bind_segmented_memory(py::module_& m) {
   m.def("host_memory", &memory::host_memory, py::return_value_policy::reference,
         "Shared memory of CPUs (memfd).");
   m.def(
+      "mapped_bytes",
+      [](const MemoryKind& kind, uint64_t segment_bytes) {
+        return memory::RangeGeometry::of(1, segment_bytes, kind.granularity()).mapped_bytes;
+      },
+      py::arg("kind"), py::arg("segment_bytes"),
+      "Bytes of memory behind a segment: whole granules of its kind.");
+  m.def(
       "available_memory",
       [] {
         const memory::AvailableMemory available = memory::available_memory();

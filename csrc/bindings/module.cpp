@@ -8,7 +8,7 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Control plane of moe_ep: shared memory and layout queries.";
+  m.doc() = "Control plane of moe_ep: shared memory, layout queries, interrupts.";
   // As Python's own functions do: OSError with errno, so that a passed deadline is a TimeoutError.
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -20,4 +20,5 @@ PYBIND11_MODULE(_native, m) {
   });
   moe_ep::bindings::bind_memory(m);
   moe_ep::bindings::bind_layout(m);
+  moe_ep::bindings::bind_interrupt(m);
 }

@@ -4,7 +4,9 @@
 // The combine rows of a rank are written by it alone (by the experts themselves when they use
 // get_combine_input_buffer) between its dispatch and its combine, before it signals `ready`; its
 // peers read them after their wait. They are written again after the next dispatch, whose wait
-// every peer satisfies only after its pull.
+// every active peer satisfies only after its pull. A peer that is masked off in that next round is
+// not waited for: this is why a living rank must have left its last combine before it is masked.
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -12,6 +14,7 @@
 #include "cake/reduce_rows.h"
 #include "cake/segment.h"
 #include "cake/wait_for_peers.h"
+#include "core/float_formats.h"
 #include "core/quantize_row.h"
 
 namespace moe_ep::cake {
@@ -57,6 +60,45 @@ void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& 
   }
 }
 
+void publish(const CombineParams& p, const WorkspaceLayout& layout, uint32_t epoch) {
+  for (int32_t peer = 0; peer < p.workspace.geometry.ep_size; ++peer) {
+    if (!p.active.contains(peer)) continue;
+    const Segment segment(p.workspace, layout, peer);
+    CombineFlag& flag = segment.combine_flag(p.workspace.ep_rank);
+    flag.row_type = static_cast<int32_t>(p.row_type);
+    flag.hidden_size = p.hidden_size;
+    signal(&flag.ready, epoch, &segment.control().sleepers);
+  }
+}
+
+bool flags_agree(const CombineParams& p, const Segment& own) {
+  for (int32_t owner = 0; owner < p.workspace.geometry.ep_size; ++owner) {
+    if (!p.active.contains(owner)) continue;
+    const CombineFlag& flag = own.combine_flag(owner);
+    if (flag.row_type != static_cast<int32_t>(p.row_type) || flag.hidden_size != p.hidden_size) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// A sum that was not formed must not look like one.
+void poison(const CombineParams& p) {
+  if (p.output == nullptr) return;
+  const int64_t elements = p.num_tokens * p.hidden_size;
+  switch (p.row_type) {
+    case RowType::kFloat32:
+      std::fill_n(reinterpret_cast<uint32_t*>(p.output), elements, kFloat32Nan);
+      break;
+    case RowType::kFloat16:
+      std::fill_n(reinterpret_cast<uint16_t*>(p.output), elements, kFloat16Nan);
+      break;
+    case RowType::kBFloat16:
+      std::fill_n(reinterpret_cast<uint16_t*>(p.output), elements, kBFloat16Nan);
+      break;
+  }
+}
+
 }  // namespace
 
 Outcome combine(const CombineParams& p, const ParallelFor& parallel_for) {
@@ -66,16 +108,15 @@ Outcome combine(const CombineParams& p, const ParallelFor& parallel_for) {
   control.phase = Phase::kIdle;
 
   stage(p, own, parallel_for);
-  for (int32_t peer = 0; peer < p.workspace.geometry.ep_size; ++peer) {
-    if (!p.active.contains(peer)) continue;
-    const Segment segment(p.workspace, layout, peer);
-    signal(&segment.combine_flag(p.workspace.ep_rank).ready, control.epoch,
-           &segment.control().sleepers);
+  publish(p, layout, control.epoch);
+  const Outcome met = wait_for_peers(p.workspace, p.active, control, Phase::kCombine, p.timeout_sec,
+                                     deadline_in(p.timeout_sec),
+                                     [&](int32_t peer) { return &own.combine_flag(peer).ready; });
+  if (met != Outcome::kDone) {
+    poison(p);
+    return met;
   }
-  if (!wait_for_peers(p.workspace, p.active, control, Phase::kCombine, p.timeout_sec,
-                      [&](int32_t peer) { return &own.combine_flag(peer).ready; })) {
-    return Outcome::kTimeout;
-  }
+  if (!flags_agree(p, own)) return Outcome::kDisagreement;
   constexpr int64_t kTokensPerChunk = 8;
   parallel_for(0, p.num_tokens, kTokensPerChunk, [&](int64_t begin, int64_t end) {
     std::vector<float> sum(p.quantized != nullptr ? static_cast<size_t>(p.hidden_size) : 0);

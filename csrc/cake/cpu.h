@@ -15,8 +15,12 @@ using ParallelFor = std::function<void(int64_t begin, int64_t end, int64_t grain
 
 enum class Outcome {
   kDone,
-  kTimeout,       // ControlBlock::timeout says on whom; the workspace cannot be used any more
-  kDisagreement,  // the round headers differ; the round was closed on all ranks
+  // The ranks are out of step, and the workspace cannot be used any more; ControlBlock::timeout
+  // says on whom this rank waited.
+  kTimeout,
+  kInterrupted,
+  // The ranks called with different arguments, and all of them know. The round is closed.
+  kDisagreement,
 };
 
 // Zeroes this rank's control state. The other ranks may signal only after all ranks have done this.

@@ -141,9 +141,9 @@ void publish(const DispatchParams& p, const WorkspaceLayout& layout, uint32_t ep
     }
     RoundHeader& header = segment.round_header(p.workspace.ep_rank);
     header.num_rows = rows_to[peer];
-    header.num_tokens = p.num_tokens;
     header.tokens_per_rank = p.tokens_per_rank;
     header.has_weights = p.has_weights;
+    header.has_stats = p.eplb_local_stats != nullptr;
     header.num_payloads = p.num_payloads;
     for (int32_t i = 0; i < kMaxPayloads; ++i) {
       header.row_bytes[i] = i < p.num_payloads ? p.payloads[i].row_bytes : 0;
@@ -154,7 +154,7 @@ void publish(const DispatchParams& p, const WorkspaceLayout& layout, uint32_t ep
 
 bool same_round(const RoundHeader& a, const RoundHeader& b) {
   return a.tokens_per_rank == b.tokens_per_rank && a.has_weights == b.has_weights &&
-         a.num_payloads == b.num_payloads &&
+         a.has_stats == b.has_stats && a.num_payloads == b.num_payloads &&
          std::equal(a.row_bytes, a.row_bytes + kMaxPayloads, b.row_bytes);
 }
 
@@ -195,18 +195,24 @@ void receive(const DispatchParams& p, const Segment& own) {
 }
 
 // All ranks see the same headers, so all come here together. They meet once more, so that none
-// starts the next round while another still reads the headers of this one.
-bool close_round(const DispatchParams& p, const WorkspaceLayout& layout, const Segment& own) {
+// starts the next round, and writes new headers, while another still reads those of this one.
+Outcome close_round(const DispatchParams& p, const WorkspaceLayout& layout, const Segment& own,
+                    Deadline deadline) {
   ControlBlock& control = own.control();
   control.phase = Phase::kIdle;
+  for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
+    if (p.active.contains(source)) p.out_headers[source] = own.round_header(source);
+  }
   for (int32_t peer = 0; peer < p.workspace.geometry.ep_size; ++peer) {
     if (!p.active.contains(peer)) continue;
     const Segment segment(p.workspace, layout, peer);
     signal(&segment.combine_flag(p.workspace.ep_rank).ready, control.epoch,
            &segment.control().sleepers);
   }
-  return wait_for_peers(p.workspace, p.active, control, Phase::kDispatch, p.timeout_sec,
-                        [&](int32_t peer) { return &own.combine_flag(peer).ready; });
+  const Outcome met =
+      wait_for_peers(p.workspace, p.active, control, Phase::kDispatch, p.timeout_sec, deadline,
+                     [&](int32_t peer) { return &own.combine_flag(peer).ready; });
+  return met == Outcome::kDone ? Outcome::kDisagreement : met;
 }
 
 }  // namespace
@@ -219,6 +225,7 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
   control.phase = Phase::kDispatch;
   control.num_tokens = p.num_tokens;
   control.tokens_per_rank = p.tokens_per_rank;
+  control.active = p.active;
 
   int32_t rows_to[kMaxEpSize];
   const Router router(p, own);
@@ -231,13 +238,12 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
   });
 
   publish(p, layout, control.epoch, rows_to);
-  if (!wait_for_peers(p.workspace, p.active, control, Phase::kDispatch, p.timeout_sec,
-                      [&](int32_t peer) { return &own.round_header(peer).dispatched; })) {
-    return Outcome::kTimeout;
-  }
-  if (!headers_agree(p, own)) {
-    return close_round(p, layout, own) ? Outcome::kDisagreement : Outcome::kTimeout;
-  }
+  const Deadline deadline = deadline_in(p.timeout_sec);
+  const Outcome met =
+      wait_for_peers(p.workspace, p.active, control, Phase::kDispatch, p.timeout_sec, deadline,
+                     [&](int32_t peer) { return &own.round_header(peer).dispatched; });
+  if (met != Outcome::kDone) return met;
+  if (!headers_agree(p, own)) return close_round(p, layout, own, deadline);
   receive(p, own);
   return Outcome::kDone;
 }

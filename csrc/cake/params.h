@@ -5,9 +5,11 @@
 #include <cstdint>
 
 #include "core/geometry.h"
+#include "core/interrupt.h"
 #include "core/limits.h"
 #include "core/quant_formats.h"
 #include "core/rank_mask.h"
+#include "core/workspace_layout.h"
 
 namespace moe_ep::cake {
 
@@ -17,6 +19,7 @@ struct WorkspaceView {
   int64_t rank_stride;  // bytes from one rank's segment to the next
   int32_t ep_rank;
   Geometry geometry;
+  InterruptCheck interrupted = nullptr;  // null: waits end with their deadline only
 
   uint8_t* segment(int32_t rank) const { return base + rank * rank_stride; }
 };
@@ -48,6 +51,7 @@ struct DispatchParams {
   float* out_topk_weights;   // the same, or null
   int32_t* out_recv_counts;  // [ep_size]
   int32_t* out_eplb_stats;   // [ep_size, eplb_stats_num_experts] or null
+  RoundHeader* out_headers;  // [ep_size]; filled where the ranks disagree
 };
 
 enum class RowType : int32_t { kFloat32, kFloat16, kBFloat16 };

@@ -7,8 +7,13 @@
 
 // Compiles a function for wider vectors as well and picks at load time: a wheel is built for the
 // baseline of its architecture and must still use the machine it runs on.
+// GCC 11 does not know x86-64-v4 here; Clang takes no clones of functions in an unnamed namespace.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
+#if __GNUC__ >= 12
 #define MOE_EP_SIMD_CLONES [[gnu::target_clones("default", "avx2", "arch=x86-64-v4")]]
+#else
+#define MOE_EP_SIMD_CLONES [[gnu::target_clones("default", "avx2")]]
+#endif
 #else
 #define MOE_EP_SIMD_CLONES
 #endif
@@ -32,7 +37,7 @@ struct Float32Rows {
   }
   // All NaNs leave as one, here too: payloads and signs of NaN sums differ between processors.
   [[gnu::always_inline]] static inline void store(Floats sum, uint8_t* at) {
-    const Words bits = sum != sum ? Words{} + 0x7FC00000 : __builtin_bit_cast(Words, sum);
+    const Words bits = sum != sum ? Words{} + kFloat32Nan : __builtin_bit_cast(Words, sum);
     std::memcpy(at, &bits, sizeof(bits));
   }
 };
@@ -48,7 +53,8 @@ struct BFloat16Rows {
   [[gnu::always_inline]] static inline void store(Floats sum, uint8_t* at) {
     const Words bits = __builtin_bit_cast(Words, sum);
     const Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    const Halves out = __builtin_convertvector(sum != sum ? Words{} + 0x7FC0 : rounded, Halves);
+    const Halves out =
+        __builtin_convertvector(sum != sum ? Words{} + kBFloat16Nan : rounded, Halves);
     std::memcpy(at, &out, sizeof(out));
   }
 };
@@ -82,7 +88,7 @@ struct Float16Rows {
     const Words subnormal = __builtin_bit_cast(Words, aligned) - kAlign;
     const Words code = magnitude < kSmallestNormal ? subnormal : rounded - (kRebias << 10);
     const Words finite = code < 0x7C00 ? code : Words{} + 0x7C00;
-    const Words number = sum != sum ? Words{} + 0x7E00 : ((bits >> 16) & 0x8000) | finite;
+    const Words number = sum != sum ? Words{} + kFloat16Nan : ((bits >> 16) & 0x8000) | finite;
     const Halves out = __builtin_convertvector(number, Halves);
     std::memcpy(at, &out, sizeof(out));
   }

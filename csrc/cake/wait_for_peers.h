@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 
+#include "cake/cpu.h"
 #include "cake/segment.h"
 #include "core/host_signal.h"
 #include "core/rank_mask.h"
@@ -14,20 +15,23 @@ inline Deadline deadline_in(int32_t timeout_sec) {
   return std::chrono::steady_clock::now() + std::chrono::seconds(timeout_sec);
 }
 
-// `flag_of(peer)` is the word that this peer signals in the own segment. Returns false when the
-// deadline passed; the record in the control block then names the first peer that was missed.
+// `flag_of(peer)` is the word that this peer signals in the own segment. On any other end than
+// kReached the record in the control block names the first peer that was missed.
 template <typename FlagOf>
-bool wait_for_peers(const WorkspaceView& workspace, const RankMask& active, ControlBlock& control,
-                    Phase phase, int32_t timeout_sec, FlagOf flag_of) {
-  const Deadline deadline = deadline_in(timeout_sec);
+Outcome wait_for_peers(const WorkspaceView& workspace, const RankMask& active,
+                       ControlBlock& control, Phase phase, int32_t timeout_sec, Deadline deadline,
+                       FlagOf flag_of) {
   for (int32_t peer = 0; peer < workspace.geometry.ep_size; ++peer) {
     if (!active.contains(peer)) continue;
-    const WaitResult result = wait(flag_of(peer), control.epoch, &control.sleepers, deadline);
-    if (result.reached) continue;
+    const WaitResult result =
+        wait(flag_of(peer), control.epoch, &control.sleepers, deadline, workspace.interrupted);
+    // A peer may be ahead by a phase, never by a round: the next one needs this rank.
+    const bool in_step = result.seen == control.epoch;
+    if (result.end == WaitEnd::kReached && in_step) continue;
     control.timeout = {1, peer, phase, control.epoch, result.seen, timeout_sec};
-    return false;
+    return result.end == WaitEnd::kInterrupted ? Outcome::kInterrupted : Outcome::kTimeout;
   }
-  return true;
+  return Outcome::kDone;
 }
 
 }  // namespace moe_ep::cake

@@ -33,6 +33,9 @@ MOE_EP_HOST_DEVICE constexpr float float_from_bits(uint32_t bits) {
 
 inline constexpr uint32_t kFloatMagnitudeMask = 0x7FFFFFFF;
 inline constexpr uint32_t kFloatInfinityBits = 0x7F800000;  // magnitudes above it are NaN
+inline constexpr uint32_t kFloat32Nan = 0x7FC00000;  // the one NaN of each format, see the table
+inline constexpr uint16_t kFloat16Nan = 0x7E00;
+inline constexpr uint16_t kBFloat16Nan = 0x7FC0;
 inline constexpr int kFloatMantissaBits = 23;
 inline constexpr int kFloatExponentBias = 127;
 
@@ -80,7 +83,7 @@ MOE_EP_HOST_DEVICE constexpr float bf16_to_float(uint16_t bits) {
 MOE_EP_HOST_DEVICE constexpr uint16_t float_to_bf16(float value) {
   const uint32_t bits = float_bits(value);
   const bool is_nan = (bits & kFloatMagnitudeMask) > kFloatInfinityBits;
-  return static_cast<uint16_t>(select(is_nan, 0x7FC0, round_off_low_bits<16>(bits)));
+  return static_cast<uint16_t>(select(is_nan, kBFloat16Nan, round_off_low_bits<16>(bits)));
 }
 
 // ---- fp16
@@ -103,7 +106,7 @@ MOE_EP_HOST_DEVICE constexpr uint16_t float_to_fp16(float value) {
   const uint32_t magnitude = bits & kFloatMagnitudeMask;
   const uint32_t code = round_magnitude<10, 15>(magnitude);
   const uint32_t number = ((bits >> 16) & 0x8000) | select(code < 0x7C00, code, 0x7C00);
-  return static_cast<uint16_t>(select(magnitude > kFloatInfinityBits, 0x7E00, number));
+  return static_cast<uint16_t>(select(magnitude > kFloatInfinityBits, kFloat16Nan, number));
 }
 
 // ---- e4m3
@@ -116,7 +119,7 @@ MOE_EP_HOST_DEVICE constexpr float e4m3_to_float(uint8_t bits) {
       float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * kSmallestSubnormal);
   const uint32_t normal = (magnitude << 20) + ((kFloatExponentBias - 7) << kFloatMantissaBits);
   const uint32_t number = select(magnitude < 0x08, subnormal, normal);
-  return float_from_bits(sign | select(magnitude < 0x7F, number, 0x7FC00000));
+  return float_from_bits(sign | select(magnitude < 0x7F, number, kFloat32Nan));
 }
 
 MOE_EP_HOST_DEVICE constexpr uint8_t float_to_e4m3(float value) {
@@ -150,7 +153,7 @@ MOE_EP_HOST_DEVICE constexpr uint8_t float_to_e2m1(float value) {
 MOE_EP_HOST_DEVICE constexpr float ue8m0_to_float(uint8_t code) {
   constexpr uint32_t kSmallest = 0x00400000;  // 2^-127, a subnormal float
   const uint32_t power = static_cast<uint32_t>(code) << kFloatMantissaBits;
-  return float_from_bits(code == 0xFF ? 0x7FC00000 : code == 0 ? kSmallest : power);
+  return float_from_bits(code == 0xFF ? kFloat32Nan : code == 0 ? kSmallest : power);
 }
 
 }  // namespace moe_ep

@@ -10,12 +10,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstdint>
 
 #include "core/atomics.h"
 #include "core/epoch.h"
+#include "core/interrupt.h"
 
 namespace moe_ep {
 
@@ -40,34 +43,46 @@ inline void signal(uint32_t* flag, uint32_t epoch, uint32_t* sleepers) {
   }
 }
 
+enum class WaitEnd { kReached, kTimeout, kInterrupted };
+
 struct WaitResult {
-  bool reached;
+  WaitEnd end;
   uint32_t seen;
 };
 
 // Waits until the flag has reached `epoch`; then everything its signaller published is visible.
-inline WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers,
-                       Deadline deadline) {
+// interrupted: may be null.
+inline WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers, Deadline deadline,
+                       InterruptCheck interrupted) {
+  using std::chrono::nanoseconds;
   constexpr int kPauses = 200;  // about 9 us
   constexpr int kYields = 4;
+  constexpr nanoseconds kNap = std::chrono::milliseconds(100);  // between looks for an interrupt
   for (int i = 0; i < kPauses + kYields; ++i) {
     const uint32_t seen = load_acquire(flag);
-    if (epoch_reached(seen, epoch)) return {true, seen};
+    if (epoch_reached(seen, epoch)) return {WaitEnd::kReached, seen};
     i < kPauses ? pause_cpu() : static_cast<void>(sched_yield());
   }
   SystemAtomic32 asleep(*sleepers);
   asleep.fetch_add(1, kSequential);
-  WaitResult result{false, 0};
+  WaitResult result{WaitEnd::kTimeout, 0};
   for (;;) {
     result.seen = SystemAtomic32(*const_cast<uint32_t*>(flag)).load(kSequential);
-    result.reached = epoch_reached(result.seen, epoch);
-    const auto left = deadline - std::chrono::steady_clock::now();
-    if (result.reached || left <= left.zero()) break;
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
-    const timespec timeout{static_cast<time_t>(ns / 1'000'000'000), ns % 1'000'000'000};
+    if (epoch_reached(result.seen, epoch)) {
+      result.end = WaitEnd::kReached;
+      break;
+    }
+    const nanoseconds left = deadline - std::chrono::steady_clock::now();
+    if (left <= nanoseconds::zero()) break;
+    const nanoseconds nap = std::min(left, kNap);
+    const timespec timeout{0, static_cast<long>(nap.count())};
     // Not FUTEX_PRIVATE: the word is shared between processes. Any return (woken, value changed,
-    // signal, time-out) leads to another look at the flag.
-    syscall(SYS_futex, flag, FUTEX_WAIT, result.seen, &timeout, nullptr, 0);
+    // signal, end of the nap) leads to another look at the flag.
+    const long slept = syscall(SYS_futex, flag, FUTEX_WAIT, result.seen, &timeout, nullptr, 0);
+    if (slept != 0 && errno != EAGAIN && interrupted != nullptr && interrupted()) {
+      result.end = WaitEnd::kInterrupted;
+      break;
+    }
   }
   asleep.fetch_sub(1, kSequential);
   return result;

@@ -9,6 +9,8 @@ inline constexpr int32_t kMaxEpSize = 256;
 inline constexpr int32_t kMaxTopK = 32;
 inline constexpr int32_t kMaxPayloads = 4;        // row tensors one dispatch can carry
 inline constexpr int32_t kMaxTimeoutSec = 86400;  // a day
+// Of one rank. Far above any machine, far below where sums of offsets leave 64 bits.
+inline constexpr int64_t kMaxSegmentBytes = int64_t{1} << 46;
 
 // Payload regions start on this boundary: the widest access used on them (a 128-byte cache line).
 inline constexpr uint64_t kRegionAlignment = 128;

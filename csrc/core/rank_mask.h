@@ -23,6 +23,7 @@ struct RankMask {
     for (int32_t rank = 0; rank < ep_size; ++rank) mask.insert(rank);
     return mask;
   }
+  bool operator==(const RankMask&) const = default;
   MOE_EP_HOST_DEVICE constexpr void insert(int32_t rank) {
     words[rank / kRanksPerMaskWord] |= uint64_t{1} << (rank % kRanksPerMaskWord);
   }

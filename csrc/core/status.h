@@ -23,7 +23,6 @@ struct InvalidIdRecord {
   uint32_t count;  // in the current round
   int32_t token;   // of the first one
   int32_t slot;
-  int32_t reserved;
   int64_t expert_id;
 };
 

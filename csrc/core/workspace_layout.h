@@ -7,6 +7,7 @@
 #include "core/geometry.h"
 #include "core/host_device.h"
 #include "core/limits.h"
+#include "core/rank_mask.h"
 #include "core/status.h"
 
 namespace moe_ep {
@@ -24,6 +25,7 @@ struct ControlBlock {
   int32_t tokens_per_rank;
   uint32_t
       sleepers;  // threads of this rank asleep on a flag; a signaller wakes only if there are any
+  RankMask active;  // of the round in flight: combine must be called with the same
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
 };
@@ -37,17 +39,20 @@ inline constexpr uint64_t kWorkspaceMagic = 0x6d6f655f65703031u;  // "moe_ep01"
 struct RoundHeader {
   uint32_t dispatched;      // flag: epoch whose rows, ids, weights and header fields are in place
   int32_t num_rows;         // rows from this source in its block
-  int32_t num_tokens;       // the source's own token count
   int32_t tokens_per_rank;  // must be the same on all ranks
   int32_t has_weights;      // likewise
+  int32_t has_stats;        // likewise
   int32_t num_payloads;     // likewise
   int64_t row_bytes[kMaxPayloads];  // likewise
 };
 
-// Flag of one owner in the segment of a source: epoch whose expert outputs are in place at the
-// owner.
+// What an owner tells a source, one slot an owner in the source's segment. Written by the owner
+// before it signals `ready`, read by the source after its wait; written again in the owner's next
+// combine, which comes after the source's next dispatch.
 struct CombineFlag {
-  uint32_t ready;
+  uint32_t ready;       // flag: epoch whose expert outputs are in place at the owner
+  int32_t row_type;     // of the expert outputs; must be the same on all ranks
+  int64_t hidden_size;  // likewise
 };
 
 // Where a token's row lies on one of its ranks. Written by dispatch, read by combine of the same

@@ -55,20 +55,19 @@ CombineArgs combine_args(const Tensor& workspace, const std::optional<Tensor>& e
         " and tokens_per_rank=", control.tokens_per_rank, ", got ", num_tokens, " and ",
         tokens_per_rank);
   p.num_tokens = static_cast<int32_t>(num_tokens);
+  check(p.active == control.active, "active_rank_mask must be the one that dispatch got");
   if (expert_output.has_value()) {
     const int64_t rows = g.ep_size * tokens_per_rank;
-    check(expert_output->scalar_type() == dtype && expert_output->dim() == 2 &&
-              expert_output->size(0) == rows && expert_output->size(1) == hidden_size &&
+    check_dtype(expert_output->scalar_type() == dtype,
+                "expert_output must have the output's dtype");
+    check(expert_output->dim() == 2 && expert_output->size(0) == rows &&
+              expert_output->size(1) == hidden_size &&
               (hidden_size == 1 || expert_output->stride(1) == 1),
-          "expert_output must be [", rows, ", ", hidden_size,
-          "] of the output's dtype, its rows dense");
-    p.expert_output = static_cast<const uint8_t*>(expert_output->const_data_ptr());
-    p.expert_output_stride =
-        expert_output->stride(0) * static_cast<int64_t>(expert_output->element_size());
-    const WorkspaceLayout layout = WorkspaceLayout::of(g);
-    // Handing in the workspace's own rows means that they are in place already.
-    if (p.expert_output == cake::Segment(p.workspace, layout, p.workspace.ep_rank).combine_rows()) {
-      p.expert_output = nullptr;
+          "expert_output must be [", rows, ", ", hidden_size, "], its rows dense");
+    if (!is_combine_input(*expert_output, p.workspace)) {
+      p.expert_output = static_cast<const uint8_t*>(expert_output->const_data_ptr());
+      p.expert_output_stride =
+          expert_output->stride(0) * static_cast<int64_t>(expert_output->element_size());
     }
   }
   return {p, control};
@@ -76,8 +75,19 @@ CombineArgs combine_args(const Tensor& workspace, const std::optional<Tensor>& e
 
 void run(CombineArgs& args) {
   const cake::CombineParams& p = args.params;
-  if (cake::combine(p, torch_parallel_for()) == cake::Outcome::kTimeout) {
-    raise_timeout(args.control, p.workspace);
+  switch (cake::combine(p, torch_parallel_for())) {
+    case cake::Outcome::kDone:
+      break;
+    case cake::Outcome::kTimeout:
+      raise_timeout(args.control, p.workspace);
+    case cake::Outcome::kInterrupted:
+      raise_interrupt();
+    case cake::Outcome::kDisagreement:
+      fail("MoEEpConfigError",
+           "the ranks called combine with expert outputs of different width or "
+           "dtype; this rank's have ",
+           p.hidden_size, " elements of ", cake::row_type_bytes(p.row_type),
+           " bytes. No sums were formed, the round is over");
   }
   // Only now, when the round is closed on all ranks: raising earlier would leave the peers waiting.
   raise_invalid_ids(args.control, p.workspace);
@@ -104,6 +114,7 @@ void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
   CombineArgs args =
       combine_args(workspace, expert_output, active_rank_mask, geometry, ep_rank, output.size(0),
                    tokens_per_rank, output.size(1), output.scalar_type(), timeout_sec);
+  check_outside_workspace("output", output, args.params.workspace);
   args.params.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   run(args);
 }

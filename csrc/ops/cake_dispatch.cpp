@@ -14,7 +14,9 @@
 namespace moe_ep::ops {
 namespace {
 
-cake::RowsIn rows_from(const Tensor& payload, int64_t num_tokens) {
+cake::RowsIn rows_from(const Tensor& payload, int64_t num_tokens,
+                       const cake::WorkspaceView& workspace) {
+  check_outside_workspace("a payload", payload, workspace);
   check(payload.dim() == 2 && payload.size(0) == num_tokens,
         "each payload must be 2-D with a row for each of the ", num_tokens, " tokens");
   const auto element = static_cast<int64_t>(payload.element_size());
@@ -27,8 +29,8 @@ void set_routing(cake::DispatchParams& p, const Tensor& topk_ids,
                  const std::optional<Tensor>& topk_weights) {
   const Geometry& g = p.workspace.geometry;
   p.ids_are_int64 = topk_ids.scalar_type() == ScalarType::Long;
-  check(p.ids_are_int64 || topk_ids.scalar_type() == ScalarType::Int,
-        "topk_ids must be int32 or int64");
+  check_dtype(p.ids_are_int64 || topk_ids.scalar_type() == ScalarType::Int,
+              "topk_ids must be int32 or int64");
   check(topk_ids.dim() == 2 && topk_ids.size(1) == g.top_k && topk_ids.is_contiguous(),
         "topk_ids must be contiguous [num_tokens, top_k=", g.top_k, "]");
   check(topk_ids.size(0) <= p.tokens_per_rank, "topk_ids has ", topk_ids.size(0),
@@ -36,10 +38,10 @@ void set_routing(cake::DispatchParams& p, const Tensor& topk_ids,
   p.num_tokens = static_cast<int32_t>(topk_ids.size(0));
   p.topk_ids = topk_ids.const_data_ptr();
   if (!topk_weights.has_value()) return;
-  check(topk_weights->scalar_type() == ScalarType::Float && topk_weights->is_contiguous() &&
-            topk_weights->dim() == 2 && topk_weights->size(0) == p.num_tokens &&
-            topk_weights->size(1) == g.top_k,
-        "topk_weights must be contiguous float32 of the shape of topk_ids");
+  check_dtype(topk_weights->scalar_type() == ScalarType::Float, "topk_weights must be float32");
+  check(topk_weights->is_contiguous() && topk_weights->dim() == 2 &&
+            topk_weights->size(0) == p.num_tokens && topk_weights->size(1) == g.top_k,
+        "topk_weights must be contiguous, of the shape of topk_ids");
   p.has_weights = true;
   p.topk_weights = static_cast<const float*>(topk_weights->const_data_ptr());
 }
@@ -49,7 +51,7 @@ void set_payloads(cake::DispatchParams& p, const std::vector<Tensor>& payloads) 
         kMaxPayloads, " tensors, got ", payloads.size());
   int64_t bytes = 0;
   for (const Tensor& payload : payloads) {
-    p.payloads[p.num_payloads] = rows_from(payload, p.num_tokens);
+    p.payloads[p.num_payloads] = rows_from(payload, p.num_tokens, p.workspace);
     bytes += p.payloads[p.num_payloads++].row_bytes;
   }
   check(bytes <= p.workspace.geometry.dispatch_bytes_per_token, "the payload rows of a token have ",
@@ -58,21 +60,19 @@ void set_payloads(cake::DispatchParams& p, const std::vector<Tensor>& payloads) 
 }
 
 [[noreturn]] void raise_disagreement(const cake::DispatchParams& p) {
-  const WorkspaceLayout layout = WorkspaceLayout::of(p.workspace.geometry);
-  const cake::Segment own(p.workspace, layout, p.workspace.ep_rank);
   std::ostringstream table;
   for (int32_t rank = 0; rank < p.workspace.geometry.ep_size; ++rank) {
     if (!p.active.contains(rank)) continue;
-    const RoundHeader& header = own.round_header(rank);
+    const RoundHeader& header = p.out_headers[rank];
     table << "\n  rank " << rank << ": tokens_per_rank=" << header.tokens_per_rank
-          << ", topk_weights " << (header.has_weights ? "given" : "None") << ", payload row bytes";
+          << ", topk_weights " << (header.has_weights ? "given" : "None") << ", eplb_local_stats "
+          << (header.has_stats ? "given" : "None") << ", payload row bytes";
     for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
   }
   fail("MoEEpConfigError",
-       "the ranks called dispatch with different arguments; no data was "
-       "delivered. runtime_max_tokens_per_rank, the row widths and whether topk_weights is given "
-       "must "
-       "be the same on all ranks:",
+       "the ranks called dispatch with different arguments; no data was delivered. "
+       "runtime_max_tokens_per_rank, the row widths and whether topk_weights and eplb_local_stats "
+       "are given must be the same on all ranks:",
        table.str());
 }
 
@@ -96,9 +96,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cake_dispatch(
   set_routing(p, topk_ids, topk_weights);
   set_payloads(p, payloads);
   if (g.eplb_stats_num_experts > 0 && eplb_local_stats.has_value()) {
-    check(eplb_local_stats->scalar_type() == ScalarType::Int && eplb_local_stats->is_contiguous() &&
-              eplb_local_stats->numel() == g.eplb_stats_num_experts,
-          "eplb_local_stats must be contiguous int32 [", g.eplb_stats_num_experts, "]");
+    check_dtype(eplb_local_stats->scalar_type() == ScalarType::Int,
+                "eplb_local_stats must be int32");
+    check(
+        eplb_local_stats->is_contiguous() && eplb_local_stats->numel() == g.eplb_stats_num_experts,
+        "eplb_local_stats must be contiguous [", g.eplb_stats_num_experts, "]");
     p.eplb_local_stats = static_cast<const int32_t*>(eplb_local_stats->const_data_ptr());
   } else {
     check(!eplb_local_stats.has_value(),
@@ -111,21 +113,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cake_dispatch(
   const int64_t rows = g.ep_size * tokens_per_rank;
   const int64_t weights_k = p.has_weights ? g.top_k : 0;
   const int64_t stats_ranks = p.eplb_local_stats != nullptr ? g.ep_size : 0;
+  const int64_t stats_experts = p.eplb_local_stats != nullptr ? g.eplb_stats_num_experts : 0;
   Tensor out_ids = empty({rows, static_cast<int64_t>(g.top_k)}, ScalarType::Int);
   Tensor out_weights = empty({rows, weights_k}, ScalarType::Float);
   Tensor out_counts = empty({static_cast<int64_t>(g.ep_size)}, ScalarType::Int);
-  Tensor out_stats =
-      empty({stats_ranks, static_cast<int64_t>(g.eplb_stats_num_experts)}, ScalarType::Int);
+  Tensor out_stats = empty({stats_ranks, stats_experts}, ScalarType::Int);
   p.out_topk_ids = static_cast<int32_t*>(out_ids.mutable_data_ptr());
   if (weights_k > 0) p.out_topk_weights = static_cast<float*>(out_weights.mutable_data_ptr());
   p.out_recv_counts = static_cast<int32_t*>(out_counts.mutable_data_ptr());
   if (stats_ranks > 0) p.out_eplb_stats = static_cast<int32_t*>(out_stats.mutable_data_ptr());
+
+  std::vector<RoundHeader> headers(static_cast<size_t>(g.ep_size));
+  p.out_headers = headers.data();
 
   switch (cake::dispatch(p, torch_parallel_for())) {
     case cake::Outcome::kDone:
       break;
     case cake::Outcome::kTimeout:
       raise_timeout(control, p.workspace);
+    case cake::Outcome::kInterrupted:
+      raise_interrupt();
     case cake::Outcome::kDisagreement:
       raise_disagreement(p);
   }

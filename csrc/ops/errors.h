@@ -22,6 +22,12 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) fail("MoEEpConfigError", parts...);
 }
 
+// For dtypes, as torch has it.
+template <typename... Parts>
+void check_dtype(bool condition, const Parts&... parts) {
+  if (!condition) fail("TypeError", parts...);
+}
+
 // For calls in the wrong order.
 template <typename... Parts>
 void check_state(bool condition, const Parts&... parts) {

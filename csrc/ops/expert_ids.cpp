@@ -16,10 +16,10 @@ namespace {
 void sanitize_expert_ids(Tensor topk_ids, Tensor recv_token_counts, int64_t invalid_expert_id) {
   check(
       topk_ids.scalar_type() == ScalarType::Int && topk_ids.dim() == 3 && topk_ids.is_contiguous(),
-      "topk_ids must be contiguous int32 [ep_size, tokens_per_rank, top_k]");
-  check(recv_token_counts.scalar_type() == ScalarType::Int && recv_token_counts.dim() == 1 &&
-            recv_token_counts.size(0) == topk_ids.size(0) && recv_token_counts.is_contiguous(),
-        "recv_token_counts must be contiguous int32 [ep_size=", topk_ids.size(0), "]");
+      "topk_ids must be contiguous [ep_size, tokens_per_rank, top_k]");
+  check(recv_token_counts.dim() == 1 && recv_token_counts.size(0) == topk_ids.size(0) &&
+            recv_token_counts.is_contiguous(),
+        "recv_token_counts must be contiguous [ep_size=", topk_ids.size(0), "]");
   check(invalid_expert_id >= std::numeric_limits<int32_t>::min() &&
             invalid_expert_id <= std::numeric_limits<int32_t>::max(),
         "invalid_expert_id must fit int32, got ", invalid_expert_id);
@@ -53,9 +53,10 @@ Tensor active_rank_mask(std::vector<int64_t> ranks, int64_t ep_size) {
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
   m.impl("sanitize_expert_ids", TORCH_BOX(&sanitize_expert_ids));
 }
-// It has no tensor argument to choose a device by.
+// They have no tensor argument to choose a device by.
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CompositeExplicitAutograd, m) {
   m.impl("active_rank_mask", TORCH_BOX(&active_rank_mask));
+  m.impl("set_interrupt_check", TORCH_BOX(&set_interrupt_check));
 }
 
 }  // namespace moe_ep::ops

@@ -36,5 +36,6 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def(
       "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
       "-> ()");
+  m.def("set_interrupt_check(int address) -> ()");
   m.def("active_rank_mask(int[] ranks, int ep_size) -> Tensor");
 }

@@ -1,8 +1,9 @@
 #include "ops/workspace_args.h"
 
+#include <atomic>
 #include <limits>
 
-#include "core/expert_partition.h"
+#include "core/geometry_check.h"
 #include "ops/errors.h"
 
 namespace moe_ep::ops {
@@ -13,28 +14,39 @@ int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high) {
   return static_cast<int32_t>(value);
 }
 
-constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-// Row widths are bounded only so that the products below cannot leave 64 bits.
-constexpr int64_t kMaxRowBytes = int64_t{1} << 24;
+// The bytes from the first to the last element; false where there is none.
+bool overlaps(const Tensor& tensor, const uint8_t* begin, const uint8_t* end) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) == 0) return false;
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const auto* first = static_cast<const uint8_t*>(tensor.const_data_ptr());
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  return first < end && first + (last + 1) * element > begin;
+}
+
+std::atomic<InterruptCheck> interrupt_check{nullptr};
 
 }  // namespace
 
-Geometry geometry_from(const std::vector<int64_t>& fields) {
-  check(fields.size() == 7, "geometry must have 7 fields, got ", fields.size());
-  Geometry g;
-  g.ep_size = bounded("ep_size", fields[0], 1, kMaxEpSize);
-  g.num_experts = bounded("num_experts", fields[1], 1, kInt32Max);
-  g.top_k = bounded("top_k", fields[2], 1, kMaxTopK);
-  g.max_tokens_per_rank = bounded("max_tokens_per_rank", fields[3], 1, kInt32Max);
-  g.dispatch_bytes_per_token = bounded("dispatch_bytes_per_token", fields[4], 1, kMaxRowBytes);
-  g.combine_bytes_per_token = bounded("combine_bytes_per_token", fields[5], 1, kMaxRowBytes);
-  g.eplb_stats_num_experts = bounded("eplb_stats_num_experts", fields[6], 0, g.num_experts);
-  return g;
+void set_interrupt_check(int64_t address) {
+  interrupt_check = reinterpret_cast<InterruptCheck>(address);
+}
+
+Geometry geometry_from(const std::vector<int64_t>& f) {
+  check(f.size() == 7, "geometry must have 7 fields, got ", f.size());
+  try {
+    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6]);
+  } catch (const std::invalid_argument& error) {
+    fail("MoEEpConfigError", error.what());
+  }
 }
 
 cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, int64_t ep_rank) {
-  check(workspace.scalar_type() == ScalarType::Byte && workspace.dim() == 2,
-        "workspace must be a 2-D uint8 tensor [ep_size, segment_bytes]");
+  check_dtype(workspace.scalar_type() == ScalarType::Byte, "workspace must be uint8");
+  check(workspace.dim() == 2, "workspace must be 2-D [ep_size, segment_bytes], got ",
+        workspace.dim(), "-D");
   check(workspace.size(0) == g.ep_size, "workspace must have a row for each of the ", g.ep_size,
         " ranks, got ", workspace.size(0));
   const auto segment_bytes = static_cast<int64_t>(WorkspaceLayout::of(g).segment_bytes);
@@ -46,7 +58,7 @@ cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, i
   check(reinterpret_cast<uintptr_t>(base) % kFlagAlignment == 0 &&
             (g.ep_size == 1 || workspace.stride(0) % static_cast<int64_t>(kFlagAlignment) == 0),
         "workspace rows must start on ", kFlagAlignment, "-byte boundaries");
-  return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), g};
+  return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), g, interrupt_check};
 }
 
 ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
@@ -72,9 +84,9 @@ ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
 RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& g, int64_t ep_rank) {
   if (!mask.has_value()) return RankMask::all(g.ep_size);
   const int32_t words = rank_mask_words(g.ep_size);
-  check(mask->scalar_type() == ScalarType::UInt64 && mask->dim() == 1 && mask->size(0) == words,
-        "active_rank_mask must be a uint64 tensor [", words, "] for ", g.ep_size,
-        " ranks; active_rank_mask(ranks, ep_size) makes one");
+  check_dtype(mask->scalar_type() == ScalarType::UInt64, "active_rank_mask must be uint64");
+  check(mask->dim() == 1 && mask->size(0) == words, "active_rank_mask must have shape [", words,
+        "] for ", g.ep_size, " ranks; active_rank_mask(ranks, ep_size) makes one");
   check(words == 1 || mask->stride(0) == 1, "active_rank_mask must be contiguous");
   const auto* given = static_cast<const uint64_t*>(mask->const_data_ptr());
   RankMask active;
@@ -106,11 +118,45 @@ void raise_invalid_ids(ControlBlock& control, const cake::WorkspaceView& workspa
 
 void raise_timeout(const ControlBlock& control, const cake::WorkspaceView& workspace) {
   const TimeoutRecord& record = control.timeout;
+  if (epoch_reached(record.epoch_seen, record.epoch_expected)) {
+    fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " met rank ", record.peer, " in ",
+         phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
+         " expected, ", record.epoch_seen,
+         " seen): a call failed on one of them only. Re-create the "
+         "communication on all ranks.");
+  }
   fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
        phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
        " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
        " may be dead, slow, or in another number of rounds; mask it or re-create the "
        "communication.");
+}
+
+void raise_interrupt() {
+  fail("Interrupted",
+       "a signal handler ended the wait; the round is lost, re-create the "
+       "communication on all ranks");
+}
+
+void check_outside_workspace(const char* name, const Tensor& tensor,
+                             const cake::WorkspaceView& workspace) {
+  const uint8_t* end = workspace.segment(workspace.geometry.ep_size - 1) +
+                       WorkspaceLayout::of(workspace.geometry).segment_bytes;
+  check(!overlaps(tensor, workspace.base, end), name,
+        " must not lie in the workspace, which the "
+        "peers write and read during the round. Received rows and the combine input buffer are "
+        "valid until combine only: clone() what must outlive it.");
+}
+
+bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace) {
+  const WorkspaceLayout layout = WorkspaceLayout::of(workspace.geometry);
+  const uint8_t* begin = workspace.segment(workspace.ep_rank) + layout.combine_rows.offset;
+  if (!overlaps(rows, begin, begin + layout.combine_rows.bytes)) return false;
+  const bool dense = rows.size(0) <= 1 || rows.stride(0) == rows.size(1);
+  check(dense && rows.const_data_ptr() == begin,
+        "expert_output overlaps the combine input buffer "
+        "without being it: hand in the buffer itself, or a tensor of your own");
+  return true;
 }
 
 }  // namespace moe_ep::ops

@@ -37,5 +37,16 @@ int32_t checked_tokens_per_rank(int64_t tokens_per_rank, const Geometry& geometr
 // Raises MoEEpInputError and forgets the record, if the round in flight had invalid ids.
 void raise_invalid_ids(ControlBlock& control, const cake::WorkspaceView& workspace);
 [[noreturn]] void raise_timeout(const ControlBlock& control, const cake::WorkspaceView& workspace);
+[[noreturn]] void raise_interrupt();
+
+// address: of an InterruptCheck for all waits of this process; 0: none.
+void set_interrupt_check(int64_t address);
+
+// For what a round reads or writes while peers write and read the workspace.
+void check_outside_workspace(const char* name, const Tensor& tensor,
+                             const cake::WorkspaceView& workspace);
+// Whether `rows` [n, columns] are the workspace's own combine rows, in place already. Raises where
+// they only overlap them.
+bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace);
 
 }  // namespace moe_ep::ops

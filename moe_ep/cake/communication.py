@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.cake import kernels
@@ -12,24 +13,30 @@ from moe_ep.cake.config import CakeAlltoAllConfig
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from moe_ep.config import CommunicationConfig
-from moe_ep.errors import MoEEpConfigError
+from moe_ep.errors import MoEEpConfigError, MoEEpInputError, stands_for
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.symmetric_memory import SymmetricMemory
 
 
 def geometry_of(params: MoEEpCommParams, ep_size: int, config: CakeAlltoAllConfig) -> Geometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank."""
-    return Geometry(
-        ep_size=ep_size,
-        num_experts=params.num_experts,
-        top_k=params.top_k,
-        max_tokens_per_rank=params.max_tokens_per_rank,
-        dispatch_bytes_per_token=params.dispatch_bytes_per_token
-        + config.extra_payload_bytes_per_token,
-        combine_bytes_per_token=params.combine_bytes_per_token,
-        eplb_stats_num_experts=config.eplb_stats_num_experts,
-    )
+    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+
+    Raises MoEEpConfigError where a size is past its limit.
+    """
+    try:
+        return Geometry(
+            ep_size=ep_size,
+            num_experts=params.num_experts,
+            top_k=params.top_k,
+            max_tokens_per_rank=params.max_tokens_per_rank,
+            dispatch_bytes_per_token=params.dispatch_bytes_per_token
+            + config.extra_payload_bytes_per_token,
+            combine_bytes_per_token=params.combine_bytes_per_token,
+            eplb_stats_num_experts=config.eplb_stats_num_experts,
+        )
+    except ValueError as error:
+        raise MoEEpConfigError(f"{error}.") from None
 
 
 @register_communication("cake", preference=10)
@@ -61,7 +68,8 @@ class CakeAlltoAll(MoEEpCommunication):
         """Return the `workspace_bytes` of each rank's object before anything is allocated."""
         check_type("config", config, CakeAlltoAllConfig)
         assert isinstance(config, CakeAlltoAllConfig)  # what the line above says, for mypy
-        return geometry_of(params, ep_size, config).segment_bytes
+        geometry = geometry_of(params, ep_size, config)
+        return _native.mapped_bytes(_native.host_memory(), geometry.segment_bytes)
 
     def __init__(
         self,
@@ -81,18 +89,19 @@ class CakeAlltoAll(MoEEpCommunication):
             eplb_stats_num_experts=config.eplb_stats_num_experts,
         )
         self._rank_mask_enabled = config.enable_rank_mask
+        self._rank_mask_words = _native.rank_mask_words(self.ep_size)
         self._timeout_sec = config.timeout_sec
         self._layout = geometry_of(params, self.ep_size, config)
         self._geometry: list[int] = self._layout.fields()
         self._memory = SymmetricMemory.allocate(self._comm, self._layout.segment_bytes, self.device)
         self._workspace: Tensor = self._memory.workspace
-        torch.ops.moe_ep.cake_initialize(self._workspace, self._geometry, self.ep_rank)
+        kernels.initialize(self._workspace, self._layout, self.ep_rank)
         self._comm.barrier()  # nobody may signal before everybody has initialised
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of this rank's own memory in the workspace."""
-        return self._memory.bytes_per_rank
+        return self._memory.mapped_bytes
 
     def dispatch(
         self,
@@ -111,7 +120,9 @@ class CakeAlltoAll(MoEEpCommunication):
         active_rank_mask: [ceil(ep_size / 64)] uint64, bit i set for each active rank; the same on
             all active ranks and in both calls of a round; needs `enable_rank_mask`. Tokens to
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
-            ranks are active.
+            ranks are active. Mask a rank only once it is dead or has returned from its last
+            combine: nobody waits until it has read what it still needs. It cannot come back into
+            this object.
         """
         self._check_rank_mask(active_rank_mask)
         return self._run_dispatch(
@@ -142,18 +153,20 @@ class CakeAlltoAll(MoEEpCommunication):
         """Check what the host can see of a mask; the op checks its bits."""
         if mask is None:
             return
+        check_type("active_rank_mask", mask, Tensor)
         if not self._rank_mask_enabled:
             raise MoEEpConfigError(
                 "active_rank_mask needs a communication created with enable_rank_mask=True."
             )
         if mask.dtype != torch.uint64:
             raise TypeError(f"active_rank_mask must be torch.uint64, got {mask.dtype}.")
-        words = (self.ep_size + 63) // 64
-        if tuple(mask.shape) != (words,):
+        if tuple(mask.shape) != (self._rank_mask_words,):
             raise MoEEpConfigError(
-                f"active_rank_mask must have shape [{words}] for {self.ep_size} ranks, got "
-                f"{list(mask.shape)}."
+                f"active_rank_mask must have shape [{self._rank_mask_words}] for {self.ep_size} "
+                f"ranks, got {list(mask.shape)}."
             )
+        if mask.device != self.device:
+            raise MoEEpConfigError(f"active_rank_mask must be on {self.device}, got {mask.device}.")
 
     def _dispatch(
         self,
@@ -204,31 +217,28 @@ class CakeAlltoAll(MoEEpCommunication):
     ) -> Tensor:
         rows = _dense_rows(expert_output)
         mask = None if active_rank_mask is None else active_rank_mask.contiguous()
-        if output is not None and output.is_contiguous():
-            torch.ops.moe_ep.cake_combine_out(
-                self._workspace,
-                rows,
-                mask,
-                self._geometry,
-                self.ep_rank,
+        where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
+        if output is None:
+            combined: Tensor = torch.ops.moe_ep.cake_combine(
+                *where,
+                num_tokens,
                 tokens_per_rank,
+                self.params.hidden_size,
+                self.params.token_dtype,
                 self._timeout_sec,
-                output,
             )
+            return combined
+        if output.is_contiguous():
+            torch.ops.moe_ep.cake_combine_out(*where, tokens_per_rank, self._timeout_sec, output)
             return output
-        combined: Tensor = torch.ops.moe_ep.cake_combine(
-            self._workspace,
-            rows,
-            mask,
-            self._geometry,
-            self.ep_rank,
-            num_tokens,
-            tokens_per_rank,
-            self.params.hidden_size,
-            self.params.token_dtype,
-            self._timeout_sec,
-        )
-        return combined if output is None else output.copy_(combined)
+        dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+        try:
+            torch.ops.moe_ep.cake_combine_out(*where, tokens_per_rank, self._timeout_sec, dense)
+        except RuntimeError as exc:
+            if stands_for(MoEEpInputError, exc):
+                output.copy_(dense)  # the sums are right, the error is about other slots
+            raise
+        return output.copy_(dense)
 
     def _check(self) -> None:
         torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
@@ -244,8 +254,8 @@ class CakeAlltoAll(MoEEpCommunication):
         )
 
     def _destroy(self) -> None:
-        # Not collective: peers keep their own mappings of this rank's memory until they destroy,
-        # too. del self._workspace
+        # Waits for nobody: peers keep their own mappings of this memory until they destroy, too.
+        del self._workspace
         self._memory.close()
 
     def _received_rows(self, tokens_per_rank: int, payloads: list[Tensor]) -> list[Tensor]:

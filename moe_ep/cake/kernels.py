@@ -22,6 +22,7 @@ import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError, raise_typed_errors
+from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.params import QuantFormat
 from moe_ep.quantization import ScaleLayout, check_quantization, scale_shape
 
@@ -39,8 +40,6 @@ __all__ = [
     "workspace_size_per_rank",
     "wrap_workspace",
 ]
-
-_DEFAULT_TIMEOUT_SEC = 300
 
 
 class ReceivedTokens(NamedTuple):
@@ -85,7 +84,7 @@ def dispatch(
     invalid_expert_id: int = -1,
     eplb_local_stats: Tensor | None = None,
     active_rank_mask: Tensor | None = None,
-    timeout_sec: int = _DEFAULT_TIMEOUT_SEC,
+    timeout_sec: int = DEFAULT_TIMEOUT_SEC,
 ) -> ReceivedTokens:
     """Send every token's payload rows once to each rank that owns one of its experts. Collective.
 
@@ -177,7 +176,7 @@ def combine(
     output_scalar_scale: float = 1.0,
     sf_layout: ScaleLayout = ScaleLayout.LINEAR,
     active_rank_mask: Tensor | None = None,
-    timeout_sec: int = _DEFAULT_TIMEOUT_SEC,
+    timeout_sec: int = DEFAULT_TIMEOUT_SEC,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Bring the partial rows back to their sources and sum them in float32, in ascending order of
     the owner. Collective.
@@ -194,6 +193,11 @@ def combine(
     Returns [num_tokens, hidden_size], or for a QuantFormat `(values, scales)`, both torch.uint8:
     values [num_tokens, bytes of a row], scales [padded rows, padded blocks].
     """
+    if expert_output.dim() != 2:
+        raise MoEEpConfigError(
+            f"expert_output must be 2-D [ep_size * tokens_per_rank, hidden_size], got "
+            f"{list(expert_output.shape)}."
+        )
     rows, hidden_size = expert_output.shape
     if output_dtype is not None:
         check_quantization(output_dtype, output_scalar_scale)

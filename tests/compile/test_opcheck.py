@@ -84,7 +84,8 @@ CASES = {
 
 def test_every_op_has_a_case() -> None:
     schemas = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ep::")]
-    assert sorted(name.removeprefix("moe_ep::") for name in schemas) == sorted(CASES)
+    names = {name.removeprefix("moe_ep::") for name in schemas}
+    assert names - {"set_interrupt_check"} == set(CASES)  # which no graph contains
 
 
 @pytest.mark.parametrize("op", CASES)

@@ -64,6 +64,7 @@ def play_in_groups(
             for members in step:
                 group = dist.new_group(members)
                 if context.rank in members:
+                    assert isinstance(group, dist.ProcessGroup)
                     groups[members] = group
                     create(members)
             for _ in range(rounds):

@@ -5,6 +5,7 @@ hand: expert e multiplies by e + 1, and every column of a row is equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.multirank
 HIDDEN = 64
 
 
-def params_of(num_experts: int, top_k: int, max_tokens: int = 16, **more: int) -> MoEEpCommParams:
+def params_of(num_experts: int, top_k: int, max_tokens: int = 16, **more: Any) -> MoEEpCommParams:
     return MoEEpCommParams(num_experts, top_k, max_tokens, HIDDEN, **more)
 
 

@@ -65,9 +65,9 @@ def soak(context: RankContext, backend: str, rounds: int) -> tuple[int, int]:
             maybe_sleep(1)
             assert result.recv_token_counts.tolist() == recv_counts, f"round {index}"
             assert result.topk_weights is not None
-            blocks = result.hidden_states.cpu().unflatten(0, (size, TOKENS))
-            weight_blocks = result.topk_weights.cpu().unflatten(0, (size, TOKENS))
-            id_blocks = result.topk_ids.cpu().unflatten(0, (size, TOKENS))
+            blocks = result.hidden_states.cpu().view(size, TOKENS, HIDDEN)
+            weight_blocks = result.topk_weights.cpu().view(size, TOKENS, TOP_K)
+            id_blocks = result.topk_ids.cpu().view(size, TOKENS, TOP_K)
             partial = torch.full_like(blocks, float("nan"))
             for source, n in enumerate(recv_counts):
                 wanted = stamp(index, source)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moe_ep import (
     BootstrapConfig,
@@ -20,7 +21,7 @@ from moe_ep import (
     MoEEpTimeoutError,
     create_communication,
 )
-from tests.backends import Backend, every_backend
+from tests.backends import Backend, every_backend, on_each
 from tests.conftest import RunOnRanks
 from tests.ranks import Outcome, RankContext
 from tests.rounds import check, play_round, random_round
@@ -183,9 +184,9 @@ def test_a_peer_that_is_killed_is_named_within_the_budget(
         assert outcome.exit_code == 0
 
 
-def be_interrupted(context: RankContext, backend: str) -> float | None:
+def be_interrupted(context: RankContext, backend: str, budget: int) -> float | None:
     """Body: rank 0 gets Ctrl-C while it waits for a peer that sleeps."""
-    communication = open_communication(context, backend, BUDGET)
+    communication = open_communication(context, backend, budget)
     play_round(communication, round_number(0, context.size))
     if context.rank == 1:
         time.sleep(BUDGET + 3)
@@ -203,9 +204,21 @@ def be_interrupted(context: RankContext, backend: str) -> float | None:
 def test_ctrl_c_in_a_wait_is_raised_at_the_latest_when_the_wait_ends(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    outcomes = ranks(2, be_interrupted, device=device, dedicated=True, backend=backend.name)
+    outcomes = ranks(
+        2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=BUDGET
+    )
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert outcomes[0].value <= BUDGET + 1
+    assert outcomes[0].exit_code == 0
+
+
+@on_each(having="interruptible")
+def test_ctrl_c_ends_a_wait(ranks: RunOnRanks, backend: Backend, device: str) -> None:
+    outcomes = ranks(
+        2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=300
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert outcomes[0].value <= 1.5
     assert outcomes[0].exit_code == 0
 
 
@@ -218,14 +231,12 @@ def destroy_after_timeout(context: RankContext, backend: str) -> Any:
         time.sleep(BUDGET + 0.5)
     communication.destroy()
     torch.distributed.destroy_process_group()
-    store = torch.distributed.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     bootstrap = BootstrapConfig(
         context.size,
         context.rank,
         device=context.device,
-        tcp_store=torch.distributed.PrefixStore("again", store),
+        tcp_store=PrefixStore("again", store),
     )
     with create_communication(bootstrap, PARAMS, backend, timeout_sec=20) as again:
         return play_round(again, round_number(1, context.size))

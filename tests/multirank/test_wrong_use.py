@@ -77,7 +77,7 @@ def expect(problem: Problem | None, error: type[Exception], words: Sequence[str]
     assert not missing, f"{missing} not in: {message}"
 
 
-ON_ANOTHER_DEVICE = {"device": "meta"}
+ON_ANOTHER_DEVICE: dict[str, Any] = {"device": "meta"}
 WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "ids in one dimension": (
         {"topk_ids": torch.zeros(6, dtype=torch.int32)},

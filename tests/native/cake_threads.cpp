@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <random>
 #include <thread>
@@ -65,7 +67,17 @@ class Rank {
                    geometry},
         random_(seed + static_cast<uint32_t>(rank)) {}
 
-  void initialize() { cake::initialize(workspace_); }
+  // As if `epoch` rounds had gone before.
+  void initialize(uint32_t epoch) {
+    cake::initialize(workspace_);
+    const WorkspaceLayout layout = WorkspaceLayout::of(workspace_.geometry);
+    const cake::Segment own(workspace_, layout, workspace_.ep_rank);
+    own.control().epoch = epoch;
+    for (int32_t peer = 0; peer < workspace_.geometry.ep_size; ++peer) {
+      own.round_header(peer).dispatched = epoch;
+      own.combine_flag(peer).ready = epoch;
+    }
+  }
 
   // Returns false and says where, if an element is not what it must be.
   bool run(int32_t number, const Round& round) {
@@ -79,7 +91,16 @@ class Rank {
         rows[static_cast<size_t>(t * kHidden + c)] = value_of(number, me, t, c);
       }
     }
+    const std::vector<int32_t>& own_ids = round.ids[static_cast<size_t>(me)];
+    const std::vector<int64_t> wide_ids(own_ids.begin(), own_ids.end());
+    std::vector<float> weights(own_ids.size());
+    for (size_t i = 0; i < weights.size(); ++i) {
+      weights[i] =
+          value_of(number, me, static_cast<int32_t>(i) / kTopK, static_cast<int32_t>(i) % kTopK);
+    }
     std::vector<int32_t> ids(static_cast<size_t>(g.max_rows()) * kTopK);
+    std::vector<float> received_weights(ids.size());
+    std::vector<RoundHeader> headers(static_cast<size_t>(g.ep_size));
     std::vector<int32_t> counts(static_cast<size_t>(g.ep_size));
 
     cake::DispatchParams d{};
@@ -87,15 +108,33 @@ class Rank {
     d.active = RankMask::all(g.ep_size);
     d.num_tokens = n;
     d.tokens_per_rank = kCapacity;
-    d.topk_ids = round.ids[static_cast<size_t>(me)].data();
+    d.ids_are_int64 = (number + me) % 2 == 0;
+    d.topk_ids = d.ids_are_int64 ? static_cast<const void*>(wide_ids.data()) : own_ids.data();
+    d.has_weights = number % 3 != 0;
+    d.topk_weights = weights.data();
     d.payloads[0] = {reinterpret_cast<const uint8_t*>(rows.data()), kHidden * 4, kHidden * 4};
     d.num_payloads = 1;
     d.invalid_expert_id = -1;
     d.timeout_sec = 60;
     d.out_topk_ids = ids.data();
     d.out_recv_counts = counts.data();
-    if (cake::dispatch(d, serially) != cake::Outcome::kDone)
+    d.out_topk_weights = d.has_weights ? received_weights.data() : nullptr;
+    d.out_headers = headers.data();
+    if (number % 8 == 7 && g.ep_size > 1) {
+      d.has_weights = me == 0;
+      if (cake::dispatch(d, on_two_threads) != cake::Outcome::kDisagreement) {
+        return complain("agreement", number, 0, 0);
+      }
+      for (int32_t rank = 0; rank < g.ep_size; ++rank) {
+        if (headers[static_cast<size_t>(rank)].has_weights != (rank == 0)) {
+          return complain("header", number, rank, 0);
+        }
+      }
+      return true;
+    }
+    if (cake::dispatch(d, on_two_threads) != cake::Outcome::kDone) {
       return complain("dispatch", number, 0, 0);
+    }
 
     const WorkspaceLayout layout = WorkspaceLayout::of(g);
     const cake::Segment own(workspace_, layout, me);
@@ -112,6 +151,10 @@ class Rank {
           if (value != value_of(number, source, t, c)) return complain("row", number, row, c);
           expert_output[static_cast<size_t>(row * kHidden + c)] =
               value * static_cast<float>(me + 1);
+        }
+        for (int32_t k = 0; k < kTopK && d.has_weights; ++k) {
+          const float weight = received_weights[static_cast<size_t>(row * kTopK + k)];
+          if (weight != value_of(number, source, t, k)) return complain("weight", number, row, k);
         }
         ++row;
       }
@@ -139,8 +182,9 @@ class Rank {
     c.expert_output_stride = kHidden * 4;
     c.timeout_sec = 60;
     c.output = reinterpret_cast<uint8_t*>(output.data());
-    if (cake::combine(c, serially) != cake::Outcome::kDone)
+    if (cake::combine(c, on_two_threads) != cake::Outcome::kDone) {
       return complain("combine", number, 0, 0);
+    }
     for (int32_t t = 0; t < n; ++t) {
       for (int32_t column = 0; column < kHidden; ++column) {
         float sum = 0.0f;
@@ -158,9 +202,12 @@ class Rank {
   }
 
  private:
-  static void serially(int64_t begin, int64_t end, int64_t,
-                       const std::function<void(int64_t, int64_t)>& body) {
-    if (begin < end) body(begin, end);
+  static void on_two_threads(int64_t begin, int64_t end, int64_t,
+                             const std::function<void(int64_t, int64_t)>& body) {
+    const int64_t middle = (begin + end) / 2;
+    std::thread other([&] { body(begin, middle); });
+    body(middle, end);
+    other.join();
   }
 
   void maybe_sleep() {
@@ -183,7 +230,8 @@ class Rank {
 int main(int argc, char** argv) {
   const int32_t ranks = argc > 1 ? std::atoi(argv[1]) : 4;
   const int32_t rounds = argc > 2 ? std::atoi(argv[2]) : 300;
-  const auto seed = static_cast<uint32_t>(argc > 3 ? std::atoi(argv[3]) : 1);
+  const auto first_epoch = static_cast<uint32_t>(argc > 3 ? std::strtoul(argv[3], nullptr, 0) : 0);
+  const auto seed = static_cast<uint32_t>(argc > 4 ? std::atoi(argv[4]) : 1);
   const Geometry geometry{ranks, kNumExperts, kTopK, kCapacity, kHidden * 4, kHidden * 4, 0};
   const uint64_t bytes = WorkspaceLayout::of(geometry).segment_bytes * static_cast<uint64_t>(ranks);
   auto* base = static_cast<uint8_t*>(std::aligned_alloc(kRegionAlignment, bytes));
@@ -198,7 +246,7 @@ int main(int argc, char** argv) {
   for (int32_t r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
       Rank rank(base, geometry, r, seed);
-      rank.initialize();
+      rank.initialize(first_epoch);
       initialised.arrive_and_wait();
       for (int32_t i = 0; i < rounds && good; ++i) {
         if (!rank.run(i, plan[static_cast<size_t>(i)])) good = false;

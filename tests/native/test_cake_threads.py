@@ -23,18 +23,20 @@ def build(csrc: Path, program: Path, sanitizer: str) -> None:
     assert built.returncode == 0, built.stderr
 
 
-def run(program: Path, ranks: int, rounds: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [program, str(ranks), str(rounds)], capture_output=True, text=True, timeout=100
-    )
+def run(
+    program: Path, ranks: int, rounds: int, first_epoch: int = 0
+) -> subprocess.CompletedProcess[str]:
+    arguments = map(str, (ranks, rounds, first_epoch))
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_rounds_with_delays_are_exact_and_clean(tmp_path: Path, sanitizer: str) -> None:
     program = tmp_path / "cake_threads"
     build(ROOT / "csrc", program, sanitizer)
-    for ranks, rounds in ((1, 50), (2, 300), (5, 300)):
-        result = run(program, ranks, rounds)
+    wraps = 2**32 - 100
+    for ranks, rounds, first_epoch in ((1, 50, 0), (2, 300, wraps), (5, 300, wraps)):
+        result = run(program, ranks, rounds, first_epoch)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "every element right" in result.stdout
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -15,10 +16,11 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from moe_ep import BootstrapConfig
 from tests.ranks import wire
@@ -63,14 +65,16 @@ def prepare(stack_file: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     faulthandler.enable(file=file)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork would take the collector seconds at the exit
 
 
 def groups_of_every_size(world_size: int) -> dict[int, dist.ProcessGroup]:
     """Return for each size a group of the last ranks. Collective over all processes."""
-    return {
-        size: dist.new_group(range(world_size - size, world_size), timeout=_GROUP_TIMEOUT)
-        for size in range(1, world_size + 1)
-    }
+    groups = {}
+    for size in range(1, world_size + 1):
+        group = dist.new_group(range(world_size - size, world_size), timeout=_GROUP_TIMEOUT)
+        groups[size] = cast(dist.ProcessGroup, group)  # an int where this process is no member
+    return groups
 
 
 def serve(
@@ -79,7 +83,7 @@ def serve(
     """Run bodies as they come, until the parent closes the connection."""
     prepare(stack_file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    store = TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=worker, world_size=world_size, timeout=_GROUP_TIMEOUT
     )

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from tests.ranks import wire
 
@@ -29,6 +29,16 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+# What bodies and test modules import, paid for once. (torch_dist loads dynamo when constructed.)
+_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+    "moe_ep",
+    "tests.ranks.process",
+)
 
 
 class RankFailedError(AssertionError):
@@ -39,9 +49,7 @@ def start_server() -> None:
     """Start the process that ranks are forked from. Once; they inherit what it has imported, and
     its environment.
     """
-    _FORK.set_forkserver_preload(
-        ["torch", "torch.distributed", "pytest", "hypothesis", "moe_ep", "tests.ranks.process"]
-    )
+    _FORK.set_forkserver_preload(list(_PRELOADED))
     own_environment = dict(os.environ)
     for name in _LAUNCHER_VARIABLES:  # a launcher that started us did not start them
         os.environ.pop(name, None)
@@ -68,7 +76,7 @@ class Ranks:
         """
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         # Held here, so that no rank's death takes it away from the others.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.connections: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
         for rank in range(count):

@@ -324,7 +324,7 @@ def test_offsets_past_two_to_the_thirty_one_are_right() -> None:
         ids = torch.tensor([[0, 1]], dtype=torch.int32)
         got = kernels.dispatch(workspace, geometry, rank, ids, [rows], timeout_sec=SECONDS)
         received = got.payloads[0]
-        values = [float(received[source * capacity, -1]) for source in range(2)]
+        first, second = (float(received[source * capacity, -1]) for source in range(2))
         partial = kernels.combine_input_buffer(
             workspace, geometry, rank, capacity, hidden_size, torch.float32
         )
@@ -333,7 +333,7 @@ def test_offsets_past_two_to_the_thirty_one_are_right() -> None:
         combined = kernels.combine(workspace, geometry, rank, partial, 1, timeout_sec=SECONDS)
         assert isinstance(combined, Tensor)
         assert (combined == combined[0, 0]).all()
-        return (*values, float(combined[0, 0]))
+        return first, second, float(combined[0, 0])
 
     with ThreadPoolExecutor(2) as threads:
         results = list(threads.map(body, range(2), timeout=3 * SECONDS))

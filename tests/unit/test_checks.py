@@ -11,7 +11,7 @@ from moe_ep import (
     TorchDistAlltoAll,
     TorchDistConfig,
 )
-from moe_ep.checks import check_dispatch
+from moe_ep.checks import check_combine, check_dispatch
 
 ALONE = BootstrapConfig(1, 0, device="cpu")
 CAPACITY, TOP_K, HIDDEN = 8, 2, 64
@@ -246,3 +246,66 @@ def test_construction_refuses_a_group_that_is_too_large():
     params = MoEEpCommParams(4, TOP_K, CAPACITY, HIDDEN)
     with pytest.raises(MoEEpConfigError, match=r"world_size must be 1..256, got 257"):
         TorchDistAlltoAll(BootstrapConfig(257, 0, device="cpu"), params)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "topk_ids", "topk_weights"])
+def test_a_sparse_tensor_is_refused_by_name(name):
+    sparse = {"hidden_states": tokens(), "topk_ids": ids(), "topk_weights": weights()}[name]
+    with pytest.raises(TypeError, match=rf"{name} must be dense.*got torch\.sparse_coo"):
+        check(**{name: sparse.to_sparse()})
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        torch.zeros(1, HIDDEN).bfloat16().expand(3, HIDDEN),
+        torch.zeros(3, 1).bfloat16().expand(3, HIDDEN),
+        torch.zeros(1, 1).bfloat16().expand(3, HIDDEN),
+        torch.zeros(HIDDEN + 2).bfloat16().unfold(0, HIDDEN, 1),
+        torch.zeros(3 * HIDDEN).bfloat16().as_strided((3, HIDDEN), (HIDDEN - 1, 1)),
+        torch.zeros(3 * HIDDEN).bfloat16().as_strided((3, HIDDEN), (1, 2)),
+    ],
+)
+def test_an_output_over_itself_leaves_the_round_open(comm, output):
+    result = comm.dispatch(tokens(), ids(), weights())
+    with pytest.raises(MoEEpConfigError, match="output must not overlap itself, got strides"):
+        comm.combine(result.hidden_states, output=output)
+    comm.combine(result.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("output", "n"),
+    [
+        (torch.full((HIDDEN, 3), 7.0).bfloat16().t(), 3),
+        (torch.full((3, 2 * HIDDEN), 7.0).bfloat16()[:, ::2], 3),
+        (torch.full((6, HIDDEN), 7.0).bfloat16()[::2], 3),
+        (torch.full((HIDDEN,), 7.0).bfloat16().expand(1, HIDDEN), 1),
+        (torch.full((1, 1), 7.0).bfloat16().expand(0, HIDDEN), 0),
+    ],
+)
+def test_an_output_of_any_strides_is_written(comm, output, n):
+    result = comm.dispatch(tokens(n) + 1, ids(n), weights(n))
+    assert comm.combine(result.hidden_states, output=output) is output
+    assert torch.equal(output, tokens(n) + 1)
+
+
+def test_the_checks_of_combine_trace_into_one_graph():
+    params = MoEEpCommParams(4, TOP_K, CAPACITY, HIDDEN)
+
+    def rows_of(expert_output, output):
+        rows = check_combine(
+            params,
+            device=torch.device("cpu"),
+            ep_size=1,
+            num_tokens=output.shape[0],
+            tokens_per_rank=CAPACITY,
+            expert_output=expert_output,
+            output=output,
+        )
+        return rows + 1
+
+    compiled = torch.compile(rows_of, backend="eager", fullgraph=True, dynamic=True)
+    for output in (tokens(3), tokens(5), tokens(6)[::2], tokens(HIDDEN, columns=4).t()):
+        assert torch.equal(compiled(tokens(CAPACITY), output), tokens(CAPACITY) + 1)
+    with pytest.raises(Exception, match="output must not overlap itself"):
+        compiled(tokens(CAPACITY), tokens(1).expand(3, HIDDEN))

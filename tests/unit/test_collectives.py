@@ -105,3 +105,37 @@ def test_an_mpi4py_communicator_is_accepted():
 def test_a_comm_backend_is_taken_as_it_is():
     comm = SingleRankComm()
     assert as_comm_backend(comm) is comm
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError])
+def test_wrong_arguments_keep_their_class(error):
+    for raised in agree_on_threads("a", error("bad name.")):
+        assert type(raised) is error
+        assert raised.args == ("mapping failed: rank 0: fine; rank 1: bad name.",)
+
+
+def test_ranks_in_different_steps_all_raise():
+    objects, barrier = [None] * 2, threading.Barrier(2)
+    raised = [None] * 2
+
+    def run(rank):
+        with pytest.raises(MoEEpConfigError) as caught:
+            agree(ThreadComm(rank, objects, barrier), "a", what=f"step {rank}")
+        raised[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    wanted = "the ranks are in different steps: rank 0: step 0; rank 1: step 1. "
+    assert [text.startswith(wanted) for text in raised] == [True, True]
+
+
+def test_alone_a_known_error_is_raised_as_it_is():
+    failure = MoEEpConfigError("bad")
+    with pytest.raises(MoEEpConfigError) as raised:
+        agree(SingleRankComm(), failure, what="mapping")
+    assert raised.value is failure
+    with pytest.raises(MoEEpPlatformError, match="mapping failed: rank 0: OSError: no memory"):
+        agree(SingleRankComm(), OSError("no memory"), what="mapping")

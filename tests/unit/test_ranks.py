@@ -130,7 +130,7 @@ from tests.ranks.processes import start_server
 from tests.unit.test_ranks import own_pid
 
 start_server()
-print(RankPool().run(8, own_pid, {}, 60), flush=True)
+print(RankPool().run(8, own_pid, {}, seconds=60), flush=True)
 time.sleep(100)
 """
     session = subprocess.Popen(

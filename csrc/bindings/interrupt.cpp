@@ -1,0 +1,44 @@
+// Lets Ctrl-C, and every other Python signal handler that raises, end a wait inside an op.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "bindings/bindings.h"
+#include "core/interrupt.h"
+
+namespace py = pybind11;
+
+namespace moe_ep::bindings {
+namespace {
+
+// What the handler raised, from the moment the wait saw it until the Python layer raises it again:
+// in between it is a C++ exception. Guarded by the GIL.
+py::object& pending() {
+  static auto* exception = new py::object();  // not destroyed: the interpreter may be gone by then
+  return *exception;
+}
+
+bool interrupted() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return false;
+  pending() = py::error_already_set().value();
+  return true;
+}
+
+}  // namespace
+
+void bind_interrupt(py::module_& m) {
+  m.def(
+      "interrupt_check", [] { return reinterpret_cast<int64_t>(&interrupted); },
+      "Address of the InterruptCheck that asks Python's signal handlers.");
+  m.def(
+      "take_interrupt",
+      [] {
+        py::object exception = pending() ? pending() : py::none();
+        pending() = py::object();
+        return exception;
+      },
+      "The exception that ended the last wait, or None.");
+}
+
+}  // namespace moe_ep::bindings

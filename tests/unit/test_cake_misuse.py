@@ -1,0 +1,211 @@
+"""Does cake refuse what would give wrong data, before any side effect?
+
+One rank, or two as threads. Each refusal is followed by a round that must be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpConfigError,
+    MoEEpInputError,
+    create_communication,
+    estimate_workspace_bytes,
+)
+from moe_ep.cake import CakeAlltoAllConfig, kernels
+
+HIDDEN, CAPACITY = 4, 4
+PARAMS = MoEEpCommParams(4, 2, CAPACITY, HIDDEN, dtype=torch.float32)
+IDS = torch.tensor([[0, 1], [-1, -1], [3, 2]])
+ROWS = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HIDDEN) + 1
+SUMS = torch.where((IDS >= 0).any(1, keepdim=True), ROWS, 0.0)
+
+
+@pytest.fixture
+def comm() -> Iterator[MoEEpCommunication]:
+    with create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake") as made:
+        yield made
+
+
+def assert_a_round_is_right(comm: MoEEpCommunication) -> None:
+    assert torch.equal(comm.combine(comm.dispatch(ROWS, IDS).hidden_states), SUMS)
+
+
+def mappings_of_memfd() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:")
+
+
+def test_destroy_gives_the_memory_back_while_the_object_lives() -> None:
+    before = mappings_of_memfd()
+    comm = create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake")
+    assert mappings_of_memfd() == before + 1
+    comm.destroy()
+    assert mappings_of_memfd() == before
+
+
+def test_output_inside_the_workspace_is_refused(comm: MoEEpCommunication) -> None:
+    received = comm.dispatch(ROWS, IDS)
+    buffer = comm.get_combine_input_buffer()
+    assert buffer is not None
+    for output in (buffer[:3], received.hidden_states[:3]):
+        with pytest.raises(MoEEpConfigError, match="output must not lie in the workspace"):
+            comm.combine(received.hidden_states, output=output)
+    assert torch.equal(comm.combine(received.hidden_states), SUMS)
+    assert_a_round_is_right(comm)
+
+
+def test_received_rows_of_an_earlier_round_are_refused(comm: MoEEpCommunication) -> None:
+    received = comm.dispatch(ROWS, IDS)
+    comm.combine(received.hidden_states)
+    with pytest.raises(MoEEpConfigError, match=r"a payload must not lie in the workspace.*clone"):
+        comm.dispatch(received.hidden_states[:3], IDS)
+    assert_a_round_is_right(comm)
+
+
+@pytest.mark.parametrize(
+    "part", [lambda b: b[:1].expand(4, HIDDEN), lambda b: b.flip(0)[:0], lambda b: b[1:]]
+)
+def test_parts_of_the_combine_buffer_are_no_expert_output(
+    comm: MoEEpCommunication, part: Callable[[Tensor], Tensor]
+) -> None:
+    received = comm.dispatch(ROWS, IDS)
+    buffer = comm.get_combine_input_buffer()
+    assert buffer is not None
+    with pytest.raises(MoEEpConfigError):
+        comm.combine(part(buffer))
+    assert torch.equal(comm.combine(received.hidden_states), SUMS)
+
+
+def test_output_that_is_not_contiguous_is_written_also_with_an_invalid_id(
+    comm: MoEEpCommunication,
+) -> None:
+    ids = IDS.clone()
+    ids[0, 0] = 4
+    output = torch.full((HIDDEN, 3), -1.0).t()
+    received = comm.dispatch(ROWS, ids)
+    with pytest.raises(MoEEpInputError):
+        comm.combine(received.hidden_states, output=output)
+    assert torch.equal(output, SUMS)
+    assert_a_round_is_right(comm)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 2**31 - 1, "max_tokens_per_rank": 2**31 - 1},
+        {"hidden_size": 2**31},
+        {"num_experts": 2**31},
+        {"max_tokens_per_rank": 2**60},
+    ],
+)
+def test_sizes_past_the_limits_name_value_and_limit(changes: dict[str, int]) -> None:
+    sizes = {"num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8, "hidden_size": 64, **changes}
+    with pytest.raises(MoEEpConfigError, match=r"\d.*got.*\d"):
+        estimate_workspace_bytes(MoEEpCommParams(**sizes), 1, CakeAlltoAllConfig())
+    with pytest.raises(MoEEpConfigError, match=r"\d.*got.*\d"):
+        create_communication(BootstrapConfig(1, 0, device="cpu"), MoEEpCommParams(**sizes), "cake")
+
+
+def test_workspace_bytes_are_what_was_estimated(comm: MoEEpCommunication) -> None:
+    estimated = estimate_workspace_bytes(PARAMS, 1, CakeAlltoAllConfig())
+    assert comm.workspace_bytes == estimated
+    assert estimated % 4096 == 0
+
+
+def test_a_mask_must_be_a_tensor() -> None:
+    bootstrap = BootstrapConfig(1, 0, device="cpu")
+    with create_communication(bootstrap, PARAMS, "cake", enable_rank_mask=True) as comm:
+        with pytest.raises(TypeError, match="active_rank_mask must be a Tensor, got list"):
+            comm.dispatch(ROWS, IDS, active_rank_mask=[0])  # type: ignore[call-arg]
+        assert_a_round_is_right(comm)
+
+
+class Threads:
+    """Two ranks as threads over one plain tensor."""
+
+    def __init__(self) -> None:
+        self.geometry = kernels.Geometry(
+            ep_size=2,
+            num_experts=4,
+            top_k=2,
+            max_tokens_per_rank=CAPACITY,
+            dispatch_bytes_per_token=4 * HIDDEN,
+            combine_bytes_per_token=4 * HIDDEN,
+        )
+        self.workspace = torch.zeros(2, self.geometry.segment_bytes, dtype=torch.uint8)
+        for rank in range(2):
+            kernels.initialize(self.workspace, self.geometry, rank)
+
+    def run(self, body: Callable[[Threads, int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda rank: body(self, rank), range(2), timeout=60))
+
+    def dispatch(self, rank: int, **changes: Any) -> kernels.ReceivedTokens:
+        where = (self.workspace, self.geometry, rank)
+        return kernels.dispatch(*where, IDS, [ROWS], **{"timeout_sec": 20, **changes})
+
+    def combine(self, rank: int, rows: Tensor, **changes: Any) -> Any:
+        where = (self.workspace, self.geometry, rank)
+        return kernels.combine(*where, rows, 3, **{"timeout_sec": 20, **changes})
+
+
+def round_after_disagreement(threads: Threads, rank: int) -> list[str]:
+    said = []
+    for _ in range(500):
+        with pytest.raises(MoEEpConfigError) as caught:
+            threads.dispatch(rank, tokens_per_rank=3 + rank)
+        said.append(str(caught.value))
+        threads.combine(rank, threads.dispatch(rank, tokens_per_rank=4).payloads[0])
+    return said
+
+
+def test_a_disagreement_shows_the_values_of_its_own_round() -> None:
+    for said in Threads().run(round_after_disagreement):
+        for text in said:
+            assert "rank 0: tokens_per_rank=3," in text, text
+            assert "rank 1: tokens_per_rank=4," in text, text
+
+
+def other_mask_in_combine(threads: Threads, rank: int) -> None:
+    received = threads.dispatch(rank)
+    alone = kernels.active_rank_mask([rank], 2)
+    with pytest.raises(MoEEpConfigError, match="active_rank_mask must be the one that dispatch"):
+        threads.combine(rank, received.payloads[0], active_rank_mask=alone)
+    threads.combine(rank, received.payloads[0])
+
+
+def test_combine_takes_the_mask_of_its_dispatch_only() -> None:
+    Threads().run(other_mask_in_combine)
+
+
+def other_width_in_combine(threads: Threads, rank: int) -> None:
+    received = threads.dispatch(rank)
+    with pytest.raises(MoEEpConfigError, match="expert outputs of different width"):
+        threads.combine(rank, received.payloads[0][:, : HIDDEN - rank].contiguous())
+    again = threads.dispatch(rank)
+    threads.combine(rank, again.payloads[0])
+
+
+def test_ranks_that_combine_rows_of_other_width_all_raise() -> None:
+    Threads().run(other_width_in_combine)
+
+
+def test_wrong_dtypes_are_type_errors_at_the_kernel_level() -> None:
+    threads = Threads()
+    with pytest.raises(TypeError, match="topk_ids must be int32 or int64"):
+        kernels.dispatch(threads.workspace, threads.geometry, 0, IDS.to(torch.uint8), [ROWS])
+    with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
+        threads.combine(0, torch.zeros(8, HIDDEN, dtype=torch.int32))
+    with pytest.raises(MoEEpConfigError, match="expert_output must be 2-D"):
+        threads.combine(0, torch.zeros(2, 4, HIDDEN))
