@@ -1,5 +1,4 @@
-"""Which processes form the expert-parallel group, which of them is this one, and on which device is
-it?"""
+"""Which processes form the expert-parallel group, which is this one, and on which device?"""
 
 from __future__ import annotations
 
@@ -101,8 +100,8 @@ class BootstrapConfig:
         if launch is None:
             raise MoEEpConfigError(
                 "no launcher found in the environment (RANK and WORLD_SIZE of torchrun, or the "
-                "variables of Open MPI, "
-                "MPICH/Hydra or Slurm): start with torchrun, or pass world_size and rank."
+                "variables of Open MPI, MPICH/Hydra or Slurm): start with torchrun, or pass "
+                "world_size and rank."
             )
         return cls(launch.size, launch.rank, device=device)
 
@@ -121,8 +120,7 @@ class BootstrapConfig:
         if not dist.is_initialized():
             raise MoEEpConfigError(
                 "torch.distributed has no default group: call torch.distributed.init_process_group "
-                "first, "
-                "or use BootstrapConfig.from_env()."
+                "first, or use BootstrapConfig.from_env()."
             )
         chosen = dist.group.WORLD if group is None else group
         if not isinstance(chosen, dist.ProcessGroup):
@@ -210,9 +208,8 @@ def _require_matches(config: BootstrapConfig, size: int, rank: int, name: str) -
     if (size, rank) != (config.world_size, config.rank):
         raise MoEEpConfigError(
             f"{name} has size {size} and rank {rank}, but world_size={config.world_size} and "
-            f"rank={config.rank}. "
-            "Describe the expert-parallel group only, and pass its process_group if it is a part "
-            "of all ranks."
+            f"rank={config.rank}. Describe the expert-parallel group only, and pass its "
+            "process_group if it is a part of all ranks."
         )
 
 
@@ -241,8 +238,8 @@ def _require_rendezvous(config: BootstrapConfig) -> None:
     if missing:
         raise MoEEpConfigError(
             f"{' and '.join(missing)} must be set to create the default process group: the host of "
-            "rank 0 and a free port "
-            "there, equal on all ranks (torchrun sets them). Or pass process_group or tcp_store."
+            "rank 0 and a free port there, equal on all ranks (torchrun sets them). Or pass "
+            "process_group or tcp_store."
         )
 
 
@@ -282,8 +279,7 @@ def _default_device(world_size: int) -> torch.device:
     if local_rank >= count:
         raise MoEEpConfigError(
             f"device must be given: LOCAL_RANK is {local_rank}, but torch sees {count} CUDA "
-            "devices here. "
-            "Ranks that share one device pass its number as device."
+            "devices here. Ranks that share one device pass its number as device."
         )
     return torch.device("cuda", local_rank)
 

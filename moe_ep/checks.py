@@ -1,8 +1,7 @@
-"""Are the arguments of a call right? The host-side checks that every backend shares, before any
-side effect.
+"""Are the arguments of a call right? The host-side checks that every backend shares.
 
-Wrong types and dtypes raise TypeError, everything else MoEEpConfigError. All of it traces under
-torch.compile.
+They come before any side effect. Wrong types and dtypes raise TypeError, everything else
+MoEEpConfigError. All of it traces under torch.compile.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def _tokens_per_rank(
     if num_tokens > limit:
         raise MoEEpConfigError(
             f"hidden_states has {num_tokens} rows, more than max_tokens_per_rank={limit} (rank "
-            f"{ep_rank}). "
-            "Split the step, or create the communication with a larger max_tokens_per_rank."
+            f"{ep_rank}). Split the step, or create the communication with a larger "
+            "max_tokens_per_rank."
         )
     if runtime_max is None:
         return limit
@@ -136,8 +135,8 @@ def _tokens_per_rank(
     if num_tokens > runtime_max:
         raise MoEEpConfigError(
             f"hidden_states has {num_tokens} rows, more than "
-            f"runtime_max_tokens_per_rank={runtime_max} "
-            f"(rank {ep_rank}). Pass the largest number of tokens over all ranks."
+            f"runtime_max_tokens_per_rank={runtime_max} (rank {ep_rank}). Pass the largest number "
+            "of tokens over all ranks."
         )
     return runtime_max
 
@@ -163,9 +162,8 @@ def _check_row(
     )
     if width != row.value_columns:
         raise MoEEpConfigError(
-            f"hidden_states must have {row.value_columns} columns "
-            f"(hidden_size={params.hidden_size}, "
-            f"dispatch_format={params.dispatch_format}), got {width}."
+            f"hidden_states must have {row.value_columns} columns (hidden_size="
+            f"{params.hidden_size}, dispatch_format={params.dispatch_format}), got {width}."
         )
 
 
@@ -254,5 +252,5 @@ def _check_no_overlap(name: str, value: Tensor) -> None:
     if repeats or interleaves:
         raise MoEEpConfigError(
             f"{name} must not overlap itself, got strides {list(value.stride())} for shape "
-            f"{list(value.shape)}. Pass a tensor with memory for each element, as torch.empty makes."
+            f"{list(value.shape)}. Pass a tensor with memory of its own for each element."
         )

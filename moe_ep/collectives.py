@@ -1,5 +1,4 @@
-"""How does the group agree? The control plane's collectives, and errors that all ranks raise
-together.
+"""How does the group agree? By the control plane's collectives and errors that all ranks raise.
 
 Nothing here carries tokens: it serves construction, memory set-up and checkpointing.
 """
@@ -116,8 +115,8 @@ class TorchDistributedComm:
         except PeerSilentError as silent:
             raise MoEEpTimeoutError(
                 f"rank {rank} waited {silent.seconds:.1f} s in set-up for rank {silent.peer} "
-                f"({silent.reason}). "
-                f"Rank {silent.peer} may be dead, slow, or not creating the same communication."
+                f"({silent.reason}). Rank {silent.peer} may be dead, slow, or not creating the "
+                "same communication."
             ) from None
         return [obj if r == rank else pickle.loads(bytes(p.numpy())) for r, p in enumerate(pickles)]
 
@@ -142,8 +141,10 @@ class _Mpi4pyComm:
 
 
 def as_comm_backend(candidate: Any) -> CommBackend:
-    """Return `candidate` as a CommBackend; an mpi4py communicator is wrapped. Raises TypeError for
-    anything else."""
+    """Return `candidate` as a CommBackend; an mpi4py communicator is wrapped.
+
+    Raises TypeError for anything else.
+    """
 
     def has(*names: str) -> bool:
         return all(callable(getattr(candidate, name, None)) for name in names)
@@ -154,8 +155,7 @@ def as_comm_backend(candidate: Any) -> CommBackend:
         return _Mpi4pyComm(candidate)
     raise TypeError(
         "comm_backend must have get_rank, get_size, allgather and barrier (or be an mpi4py "
-        "communicator), "
-        f"got {type(candidate).__name__}."
+        f"communicator), got {type(candidate).__name__}."
     )
 
 
@@ -204,7 +204,7 @@ def agree(comm: CommBackend, outcome: T | Exception, *, what: str) -> list[T]:
     hosts = [answer.host for answer in answers]
     classes = {answer.failed_as for answer in answers if answer.failed_as is not None}
     if classes:
-        kept = _RAISED_AS_THEY_ARE.get(classes.pop()) if len(classes) == 1 else None
+        kept = _KEPT_BY_NAME.get(classes.pop()) if len(classes) == 1 else None
         if kept is not None and failure is not None and len(answers) == 1:
             raise failure
         reasons = {rank: answer.reason for rank, answer in enumerate(answers)}
@@ -236,13 +236,11 @@ def by_rank(values: Mapping[int, object], hosts: list[str] | None = None) -> str
 
 
 # The library's own errors, and what else a wrong argument raises.
-_RAISED_AS_THEY_ARE: dict[str, type[Exception]] = {
-    cls.__name__: cls for cls in (TypeError, KeyError, *MoEEpError.__subclasses__())
-}
+_KEPT: tuple[type[Exception], ...] = (TypeError, KeyError, *MoEEpError.__subclasses__())
+_KEPT_BY_NAME = {cls.__name__: cls for cls in _KEPT}
 
 
 def _reason(failure: Exception) -> str:
     # str() of a KeyError is its argument's repr.
     text = str(failure.args[0] if isinstance(failure, KeyError) else failure).rstrip(".")
-    speaks_for_itself = isinstance(failure, MoEEpError | TypeError | KeyError)
-    return text if speaks_for_itself else f"{type(failure).__name__}: {text}"
+    return text if isinstance(failure, _KEPT) else f"{type(failure).__name__}: {text}"

@@ -99,7 +99,7 @@ class MoEEpCommunication(abc.ABC):
     supports_torch_compile: ClassVar[bool] = False
     """True: a round traces into one graph with `torch.compile(fullgraph=True)`."""
     one_host_only: ClassVar[bool] = False
-    """True: all ranks of the group must be on one host."""
+    """True: all ranks of the group must be on one host, in one network namespace."""
 
     def __init__(
         self,
@@ -209,8 +209,8 @@ class MoEEpCommunication(abc.ABC):
         expert_output: [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank,
             hidden_size] in `params.token_dtype` on `device`; row i belongs to received row i, rows
             without a token are never read.
-        output: [n, hidden_size], same dtype and device, written and returned when given; else a new
-            tensor is returned.
+        output: [n, hidden_size], same dtype and device, with memory of its own for each element;
+            written and returned when given, else a new tensor is returned.
 
         Every token's rows are added in float32 in ascending order of the owning rank and rounded
         once; a token that went nowhere is exact +0.0, a NaN is the dtype's canonical quiet NaN.
@@ -259,9 +259,10 @@ class MoEEpCommunication(abc.ABC):
         return 0
 
     def destroy(self) -> None:
-        """Free what the object holds. Collective, idempotent.
+        """Free what the object holds. Idempotent.
 
-        Also legal in the middle of a round and on a broken object.
+        All ranks should call it, but it waits for nobody: memory that peers share is free when the
+        last of them has let go of it. Also legal in the middle of a round and on a broken object.
         """
         if self._state == _DESTROYED:
             return
@@ -318,13 +319,15 @@ class MoEEpCommunication(abc.ABC):
         output: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> Tensor:
-        """Return the sums [num_tokens, hidden_size]; in `output`, which is then returned, if it is
-        given.
+        """Return the sums [num_tokens, hidden_size]: `output` with them in it, if it is given.
 
         expert_output: checked, [ep_size * tokens_per_rank, hidden_size], may be non-contiguous.
-        A MoEEpInputError is raised last, when the exchange is done: it closes the round. Any other
-            MoEEpError but
-        MoEEpTimeoutError means that nothing was exchanged: the round stays open.
+        output: checked, no element of it shares memory with another; may be non-contiguous, and may
+            overlap `expert_output`.
+
+        A MoEEpInputError is raised last, when the exchange is done and `output` written: it closes
+        the round. Any other MoEEpError but MoEEpTimeoutError means that nothing was exchanged: the
+        round stays open.
         """
 
     def _check(self) -> None:  # noqa: B027  (a backend may have nothing to check)
@@ -335,8 +338,7 @@ class MoEEpCommunication(abc.ABC):
         return None
 
     def _destroy(self) -> None:  # noqa: B027  (or nothing to free)
-        """Free everything. Called once. Peers may be dead if `self._state` is broken: wait for
-        nobody then."""
+        """Free everything. Called once. Waits for nobody: peers may be dead or in a round."""
 
     # ---------------------------------------------------------------- the state machine
 
@@ -448,6 +450,6 @@ class MoEEpCommunication(abc.ABC):
         if self._state == _BROKEN:
             raise MoEEpStateError(
                 f"{call} on a broken communication (backend {self.backend_name}, rank "
-                f"{self.ep_rank}): "
-                f"destroy it and re-create it on all ranks. It broke because: {self._broken_by}"
+                f"{self.ep_rank}): destroy it and re-create it on all ranks. It broke because: "
+                f"{self._broken_by}"
             )

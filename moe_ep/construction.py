@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,27 +29,38 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class HostIdentity:
-    """Names a running kernel: processes with equal identities can share memory.
+    """Names what processes must have in common to share memory.
 
     name: the host's, for messages. Not compared: containers on one kernel may have their own.
-    boot_id: the kernel's; the host's name where the kernel does not tell.
+    boot_id: the running kernel's; the host's name where the kernel does not tell.
+    network: the network namespace, through whose sockets they hand memory over; "" if unknown.
     """
 
     name: str = field(compare=False)
     boot_id: str
+    network: str = ""
 
     @classmethod
     def of_this_process(cls) -> HostIdentity:
-        """Return the identity of the kernel that this process runs on."""
+        """Return where this process runs."""
         name = socket.gethostname()
         try:
             boot_id = _BOOT_ID.read_text().strip()
         except OSError:
             boot_id = ""
-        return cls(name, boot_id or name)
+        return cls(name, boot_id or name, network_namespace())
 
     def __str__(self) -> str:
-        return f"{self.name} (boot id {self.boot_id})"
+        network = f", {self.network}" if self.network else ""
+        return f"{self.name} (boot id {self.boot_id}{network})"
+
+
+def network_namespace() -> str:
+    """Return which network namespace this process is in, "" if unknown."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,8 @@ def unsupported_reasons(
             [host.name for host in hosts],
         )
     if backend.one_host_only and len(set(hosts)) > 1:
-        return f"it needs all ranks on one host, got {by_rank(dict(enumerate(hosts)))}"
+        where = by_rank(dict(enumerate(hosts)))
+        return f"it needs all ranks on one host and in one network namespace, got {where}"
     return None
 
 

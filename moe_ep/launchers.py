@@ -10,8 +10,10 @@ from moe_ep.errors import MoEEpConfigError
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """This process as its launcher numbers it. `local_rank` is None where the launcher does not
-    say."""
+    """This process as its launcher numbers it.
+
+    local_rank: None where the launcher does not say.
+    """
 
     launcher: str
     rank: int

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ep._native import MAX_TOP_K, expert_range
+from moe_ep._native import expert_range
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.limits import MAX_TOP_K
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of an unquantised row."""
@@ -136,8 +137,7 @@ class MoEEpCommParams:
         if 0 <= self.invalid_expert_id < self.num_experts:
             raise MoEEpConfigError(
                 f"invalid_expert_id must lie outside [0, {self.num_experts}), where expert ids "
-                "are, "
-                f"got {self.invalid_expert_id}."
+                f"are, got {self.invalid_expert_id}."
             )
 
     @property

@@ -1,5 +1,4 @@
-"""How do CPU tensors reach every peer, with a wait that ends and names the peer that did not
-answer?
+"""How do CPU tensors reach every peer, with waits that end and name the peer that is silent?
 
 Gloo's collectives run on a thread of the process group and hold it, and the exit of the process,
 until the group's own timeout. Its point-to-point operations need no thread and wait as long as the

@@ -205,9 +205,7 @@ def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:
             HostIdentity.of_this_process(),
         )
 
-    of_ranks = agree(
-        _comm(bootstrap, options), attempt(own_candidates), what="choosing a backend"
-    )
+    of_ranks = agree(_comm(bootstrap, options), attempt(own_candidates), what="choosing a backend")
     hosts = [candidates.host for candidates in of_ranks]
     table = []
     for name in available_communication_backends():

@@ -7,7 +7,6 @@ go of everything and raise.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing_extensions import Self
 
 from moe_ep import _native
 from moe_ep.collectives import CommBackend, agree, attempt, by_rank
-from moe_ep.construction import HostIdentity
+from moe_ep.construction import HostIdentity, network_namespace
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError, MoEEpStateError
 
 # Ranks enter the exchange together. One that fails in it tells the others, one that dies does not.
@@ -201,14 +200,6 @@ class SymmetricMemory:
                 memory.map_peer_segment(rank, handle)
 
 
-def network_namespace() -> str:
-    """Return where the sockets of the handle exchange reach, "" if unknown."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
-
-
 def _check_probes(probes: Sequence[_Probe]) -> None:
     """Raise the same on all ranks: all see the same probes."""
     _require_equal("segment_bytes", [p.segment_bytes for p in probes])
@@ -217,7 +208,7 @@ def _check_probes(probes: Sequence[_Probe]) -> None:
     if states - {"released"} and states != {"mapped"}:
         table = by_rank({rank: p.state for rank, p in enumerate(probes)})
         raise MoEEpStateError(f"restore needs all ranks to have released the memory, got {table}.")
-    if len({p.host for p in probes}) > 1:
+    if len({p.host.boot_id for p in probes}) > 1:
         hosts = by_rank({rank: p.host for rank, p in enumerate(probes)})
         raise MoEEpPlatformError(
             f"shared memory needs all ranks of the group on one host, got {hosts}. "

@@ -23,10 +23,4 @@ void FileDescriptor::reset() noexcept {
   if (fd_ >= 0) close(release());
 }
 
-FileDescriptor FileDescriptor::duplicate() const {
-  const int fd = fcntl(fd_, F_DUPFD_CLOEXEC, 0);
-  if (fd < 0) throw_system_error("cannot duplicate a file descriptor");
-  return FileDescriptor(fd);
-}
-
 }  // namespace moe_ep::memory

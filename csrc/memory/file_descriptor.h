@@ -16,8 +16,6 @@ class FileDescriptor {
   // Hands the descriptor over: the caller closes it.
   [[nodiscard]] int release() noexcept;
   void reset() noexcept;
-  // A second descriptor of the same file. Throws std::system_error.
-  FileDescriptor duplicate() const;
 
  private:
   int fd_ = -1;

@@ -18,8 +18,6 @@ class Mapping {
   Mapping& operator=(Mapping&&) = delete;
   ~Mapping();
 
-  std::byte* data() const { return at_; }
-  uint64_t bytes() const { return bytes_; }
   // What the destructor does, but says when it fails.
   void unmap();
 

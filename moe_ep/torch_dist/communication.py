@@ -44,8 +44,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
     CPU tensors travel over Gloo, CUDA tensors over NCCL. The host takes part in every call and
     waits for the exchange, so a round can neither be captured in a CUDA graph nor compiled into
     one. All received tensors are fresh. Nothing is held between rounds. After a MoEEpTimeoutError
-    the process
-    group is as broken as the object: re-create both.
+    the process group is as broken as the object: re-create both.
     """
 
     config_type = TorchDistConfig
@@ -108,7 +107,12 @@ class TorchDistAlltoAll(MoEEpCommunication):
                 routing.send_counts,
                 recv_counts,
             )
-            received = [self._empty_blocks(column, tokens_per_rank) for column in columns]
+            received = [
+                self._empty_blocks(hidden_states, tokens_per_rank),
+                self._empty_blocks(hidden_states_scale, tokens_per_rank),
+                self._empty_blocks(routing.ids, tokens_per_rank, self.params.invalid_expert_id),
+                self._empty_blocks(topk_weights, tokens_per_rank),
+            ]
             unpack_into([block for block in received if block is not None], records, recv_counts)
             self._open_round = _OpenRound(routing, recv_counts)
             self._input_error = routing.input_error
@@ -190,14 +194,14 @@ class TorchDistAlltoAll(MoEEpCommunication):
         require_agreement(headers)
         return recv_counts, all_stats
 
-    def _empty_blocks(self, column: Tensor | None, tokens_per_rank: int) -> Tensor | None:
-        """Return [ep_size, tokens_per_rank, *] to receive such rows; ids are all invalid."""
+    def _empty_blocks(
+        self, column: Tensor | None, tokens_per_rank: int, fill: int | None = None
+    ) -> Tensor | None:
+        """Return [ep_size, tokens_per_rank, *] to receive such rows, `fill` in every element."""
         if column is None:
             return None
         shape = (self.ep_size, tokens_per_rank, column.shape[1])
-        if column.dtype == torch.int32:
-            return column.new_full(shape, self.params.invalid_expert_id)
-        return column.new_empty(shape)
+        return column.new_empty(shape) if fill is None else column.new_full(shape, fill)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         handle = self._bootstrap.stream

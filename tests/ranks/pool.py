@@ -54,9 +54,7 @@ class RankPool:
         except RankFailedError:
             self.close()
             raise
-        except (
-            BaseException
-        ):  # a time limit of pytest, or Ctrl-C: the ranks are in the middle of something
+        except BaseException:  # pytest's time limit or Ctrl-C: ranks are in the middle of a body
             print(ranks.stacks(used))
             self.close()
             raise

@@ -34,8 +34,7 @@ class RankContext:
     """What a body knows about the rank it runs on.
 
     rank, size: of the group that the test asked for. Where the group is a part of all processes,
-        its ranks are not the
-        global ones: a mix-up shows.
+        its ranks are not the global ones: a mix-up shows.
     group: its process group. None in a fresh process, whose environment is set as torchrun sets it.
     device: where the test wants its tensors.
     """

@@ -132,7 +132,7 @@ def test_a_missing_bootstrap_is_named(backend):
 
 def test_alone_the_error_is_the_argument_s_own():
     alone = BootstrapConfig(1, 0, device="cpu")
-    with pytest.raises(moe_ep.MoEEpConfigError, match="^eplb_stats_num_experts must be 0..4"):
+    with pytest.raises(moe_ep.MoEEpConfigError, match=r"^eplb_stats_num_experts must be 0\.\.4"):
         moe_ep.create_communication(alone, PARAMS, "cake", eplb_stats_num_experts=5)
 
 
@@ -146,11 +146,29 @@ def test_a_rank_that_has_no_group_raises_its_own_error(monkeypatch):
 def test_containers_of_one_kernel_are_one_host():
     assert HostIdentity("a", "boot 1") == HostIdentity("b", "boot 1")
     assert HostIdentity("a", "boot 1") != HostIdentity("a", "boot 2")
+    assert HostIdentity("a", "boot 1", "net 1") != HostIdentity("a", "boot 1", "net 2")
     assert str(HostIdentity("a", "boot 1")) == "a (boot id boot 1)"
+    assert str(HostIdentity("a", "boot 1", "net:[1]")) == "a (boot id boot 1, net:[1])"
+
+
+@pytest.mark.parametrize("stranger", ["boot_id", "network"])
+def test_auto_does_not_choose_cake_where_memory_cannot_be_shared(stranger, monkeypatch):
+    here = HostIdentity.of_this_process()
+
+    def somewhere():
+        there = threading.current_thread().name == "rank 1"
+        return dataclasses.replace(here, **{stranger: "elsewhere"}) if there else here
+
+    monkeypatch.setattr(HostIdentity, "of_this_process", somewhere)
+    # An option that torch_dist lacks, so that nothing is left.
+    raised = create_on_threads(*[{"backend": "auto", "enable_rank_mask": True}] * 2)
+    parts = ["cake: it needs all ranks on one host", "elsewhere", "torch_dist: ranks 0, 1: it has"]
+    expect_on_all(raised, moe_ep.MoEEpPlatformError, *parts)
 
 
 def test_a_kernel_without_a_boot_id_is_known_by_its_host_name(monkeypatch):
     here = HostIdentity.of_this_process()
     assert here.boot_id not in ("", here.name)
     monkeypatch.setattr(construction, "_BOOT_ID", construction._BOOT_ID / "nowhere")
-    assert dataclasses.astuple(HostIdentity.of_this_process()) == (here.name, here.name)
+    wanted = dataclasses.replace(here, boot_id=here.name)
+    assert HostIdentity.of_this_process() == wanted

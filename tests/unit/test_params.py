@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, MoEEpConfigError, QuantFormat, expert_partition
-from moe_ep._native import MAX_TOP_K
+from moe_ep._native import MAX_TOP_K, expert_owner
 
 
 def params(**changes):
@@ -139,3 +139,14 @@ def test_experts_are_owned_in_contiguous_blocks(num_experts, ep_size, shares):
 def test_expert_partition_refuses_a_rank_outside_the_group(ep_rank):
     with pytest.raises(MoEEpConfigError, match=rf"ep_rank must be 0..3 .*got {ep_rank}"):
         expert_partition(8, 4, ep_rank)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 7, 8, 256])
+def test_every_expert_lies_in_the_block_of_its_owner(ep_size):
+    for num_experts in (1, 2, 3, 7, 10, 30, 255, 256, 257, 1000):
+        owners = [
+            rank
+            for rank in range(ep_size)
+            for _ in range(expert_partition(num_experts, ep_size, rank)[1])
+        ]
+        assert owners == [expert_owner(num_experts, ep_size, e) for e in range(num_experts)]
