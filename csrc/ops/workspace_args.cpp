@@ -93,6 +93,9 @@ RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& g,
   for (int32_t rank = 0; rank < g.ep_size; ++rank) {
     if ((given[rank / kRanksPerMaskWord] >> (rank % kRanksPerMaskWord)) & 1) active.insert(rank);
   }
+  const int32_t bits_of_last = g.ep_size - (words - 1) * kRanksPerMaskWord;
+  check(bits_of_last == kRanksPerMaskWord || given[words - 1] >> bits_of_last == 0,
+        "active_rank_mask must name ranks below ep_size=", g.ep_size, " only");
   check(active.contains(static_cast<int32_t>(ep_rank)),
         "active_rank_mask must contain the caller's own rank ", ep_rank);
   return active;

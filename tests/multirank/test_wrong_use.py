@@ -18,6 +18,7 @@ from moe_ep import (
 )
 from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
+from tests.problems import Problem, expect, ids, problem_of, rows, weights
 from tests.ranks import RankContext
 from tests.rounds import Played, Round, check_all, play_round, random_round
 
@@ -25,27 +26,6 @@ pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(4, 2, 8, 16)
 GOOD = random_round(PARAMS, (3, 3), seed=1)
 AFTERWARDS = [random_round(PARAMS, (3, 8), seed=2), random_round(PARAMS, (0, 1), seed=3)]
-Problem = tuple[type[Exception], str]
-
-
-def rows(count: int, width: int = 16, **more: Any) -> torch.Tensor:
-    return torch.zeros(count, width, **{"dtype": torch.bfloat16, **more})
-
-
-def ids(count: int, top_k: int = 2, **more: Any) -> torch.Tensor:
-    return torch.zeros(count, top_k, **{"dtype": torch.int32, **more})
-
-
-def weights(count: int, top_k: int = 2, **more: Any) -> torch.Tensor:
-    return torch.zeros(count, top_k, **more)
-
-
-def problem_of(call: Any, *args: Any, **kwargs: Any) -> Problem | None:
-    try:
-        call(*args, **kwargs)
-    except Exception as raised:
-        return type(raised), str(raised)
-    return None
 
 
 def dispatch_wrongly(
@@ -67,14 +47,6 @@ def dispatch_wrongly(
             }
             problem = problem_of(communication.dispatch, **{**good, **wrong})
         return problem, [play_round(communication, one) for one in rounds]
-
-
-def expect(problem: Problem | None, error: type[Exception], words: Sequence[str]) -> None:
-    assert problem is not None, "nothing was raised"
-    raised, message = problem
-    assert issubclass(raised, error), f"{raised.__name__}: {message}"
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"
 
 
 ON_ANOTHER_DEVICE: dict[str, Any] = {"device": "meta"}
@@ -414,164 +386,6 @@ def test_destroy_is_legal_in_an_open_round(
 ) -> None:
     for problem in ranks(2, destroy_in_an_open_round, device=device, backend=backend.name):
         expect(problem, MoEEpStateError, ["combine", "destroy"])
-
-
-def create_with(
-    context: RankContext, backends: Sequence[str], options: Sequence[dict[str, Any]], one: Round
-) -> tuple[Problem | None, list[Played]]:
-    """Body: create with this rank's own arguments, then with equal ones."""
-
-    def create() -> None:
-        given = dict(options[context.rank])
-        sizes = {"num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8, "hidden_size": 16}
-        known = {name: given.pop(name) for name in list(given) if name in PARAMS_FIELDS}
-        params = MoEEpCommParams(**{**sizes, **known})
-        create_communication(context.bootstrap(), params, backends[context.rank], **given)
-
-    problem = problem_of(create)
-    with create_communication(context.bootstrap(), PARAMS, backends[0]) as communication:
-        return problem, [play_round(communication, one)]
-
-
-PARAMS_FIELDS = MoEEpCommParams.__dataclass_fields__
-DISAGREEMENTS = {
-    "max_tokens_per_rank": (8, 16),
-    "hidden_size": (64, 128),
-    "num_experts": (4, 6),
-    "top_k": (2, 1),
-    "dtype": (torch.float16, torch.float32),
-    "invalid_expert_id": (-1, 1000),
-    "dispatch_format": (None, QuantFormat.MXFP8),
-    "eplb_stats_num_experts": (0, 4),
-}
-
-
-@every_backend
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-@pytest.mark.parametrize("odd_one", [0, 2])
-def test_ranks_that_construct_differently_all_get_every_ranks_values(
-    ranks: RunOnRanks, backend: Backend, device: str, name: str, odd_one: int
-) -> None:
-    usual, odd = DISAGREEMENTS[name]
-    options = [{name: odd if rank == odd_one else usual} for rank in range(3)]
-    one = random_round(PARAMS, (3, 0, 2), seed=6)
-    results = ranks(
-        3, create_with, device=device, backends=[backend.name] * 3, options=options, one=one
-    )
-    for problem, _ in results:
-        shown = [getattr(value, "name", str(value)) for value in (usual, odd)]
-        expect(problem, MoEEpConfigError, [name, *shown, f"rank {odd_one}"])
-    check_all(PARAMS, [one], [played for _, played in results])
-
-
-def test_ranks_that_construct_different_backends_all_raise(ranks: RunOnRanks) -> None:
-    one = random_round(PARAMS, (3, 2), seed=6)
-    results = ranks(2, create_with, backends=["cake", "torch_dist"], options=[{}, {}], one=one)
-    for problem, _ in results:
-        expect(problem, MoEEpConfigError, ["cake", "torch_dist"])
-
-
-def disagree_about_a_round(
-    context: RankContext,
-    backend: str,
-    params: MoEEpCommParams,
-    options: dict[str, Any],
-    arguments: Sequence[dict[str, Any]],
-    rounds: Sequence[Round],
-) -> tuple[list[Problem | None], list[Played]]:
-    """Body: a good round, one with this rank's own arguments, again, and two good ones."""
-    with create_communication(context.bootstrap(), params, backend, **options) as communication:
-        played = [play_round(communication, rounds[0])]
-        one = rounds[0]
-        problems = []
-        for _ in range(2):
-            problems.append(
-                problem_of(
-                    communication.dispatch,
-                    **{
-                        "hidden_states": one.hidden_states[context.rank].to(communication.device),
-                        "topk_ids": one.topk_ids[context.rank].to(communication.device),
-                        **arguments[context.rank],
-                    },
-                )
-            )
-        played += [play_round(communication, later) for later in rounds[1:]]
-        return problems, played
-
-
-def expect_disagreement(
-    ranks: RunOnRanks,
-    backend: Backend,
-    device: str,
-    arguments: Sequence[dict[str, Any]],
-    words: Sequence[str],
-    params: MoEEpCommParams = PARAMS,
-    **options: Any,
-) -> None:
-    size = len(arguments)
-    counts = [3 - rank % 2 for rank in range(size)]
-    rounds = [random_round(params, counts, seed) for seed in range(3)]
-    results = ranks(
-        size,
-        disagree_about_a_round,
-        device=device,
-        backend=backend.name,
-        params=params,
-        options=options,
-        arguments=arguments,
-        rounds=rounds,
-    )
-    for problems, _ in results:
-        for problem in problems:
-            expect(problem, MoEEpConfigError, words)
-    check_all(params, rounds, [played for _, played in results])
-
-
-@every_backend
-def test_ranks_with_different_runtime_maxima_all_see_both(
-    ranks: RunOnRanks, backend: Backend, device: str
-) -> None:
-    arguments = [{"runtime_max_tokens_per_rank": n} for n in (4, 8, 4)]
-    words = ["tokens_per_rank", "4", "8", "rank 1", "0", "2"]
-    expect_disagreement(ranks, backend, device, arguments, words)
-
-
-@every_backend
-def test_weights_on_some_ranks_only_are_refused_on_all(
-    ranks: RunOnRanks, backend: Backend, device: str
-) -> None:
-    arguments: list[dict[str, Any]] = [{"topk_weights": weights(3)}, {}]
-    expect_disagreement(ranks, backend, device, arguments, ["topk_weights"])
-
-
-@every_backend
-def test_statistics_on_some_ranks_only_are_refused_on_all(
-    ranks: RunOnRanks, backend: Backend, device: str
-) -> None:
-    arguments: list[dict[str, Any]] = [
-        {"eplb_local_stats": torch.zeros(4, dtype=torch.int32)},
-        {},
-    ]
-    words = ["eplb_local_stats"]
-    expect_disagreement(ranks, backend, device, arguments, words, PARAMS, eplb_stats_num_experts=4)
-
-
-def dispatch_wide_rows(
-    context: RankContext, backend: str, one: Round
-) -> tuple[list[Problem | None], list[Played]]:
-    options = {"extra_payload_bytes_per_token": 8}
-    with create_communication(context.bootstrap(), PARAMS, backend, **options) as communication:
-        wide = torch.zeros(2, 32 + context.rank, dtype=torch.uint8, device=communication.device)
-        problem = problem_of(communication.dispatch, wide, ids(2, device=communication.device))
-        return [problem], [play_round(communication, one)]
-
-
-def test_rows_of_different_widths_are_refused_on_all_ranks(ranks: RunOnRanks) -> None:
-    one = random_round(PARAMS, (3, 2), seed=6)
-    results = ranks(2, dispatch_wide_rows, backend="cake", one=one)
-    for (problem,), _ in results:
-        expect(problem, MoEEpConfigError, ["32", "33"])
-    check_all(PARAMS, [one], [played for _, played in results])
 
 
 @pytest.mark.parametrize("top_k", [0, -1, 33])

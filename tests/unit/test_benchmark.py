@@ -1,6 +1,7 @@
 """Does the benchmark measure what it says, and refuse what it cannot?"""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,11 @@ TINY = [
 
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARK), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    # The checkout's library, whether it is installed or not.
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1])}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
 
 
 @pytest.mark.slow

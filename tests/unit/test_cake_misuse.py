@@ -123,11 +123,14 @@ def test_workspace_bytes_are_what_was_estimated(comm: MoEEpCommunication) -> Non
     assert estimated % 4096 == 0
 
 
-def test_a_mask_must_be_a_tensor() -> None:
+def test_a_mask_must_be_a_tensor_of_this_group_s_ranks() -> None:
     bootstrap = BootstrapConfig(1, 0, device="cpu")
     with create_communication(bootstrap, PARAMS, "cake", enable_rank_mask=True) as comm:
         with pytest.raises(TypeError, match="active_rank_mask must be a Tensor, got list"):
             comm.dispatch(ROWS, IDS, active_rank_mask=[0])  # type: ignore[call-arg]
+        two_ranks = kernels.active_rank_mask([0, 1], 2)
+        with pytest.raises(MoEEpConfigError, match="ranks below ep_size=1 only"):
+            comm.dispatch(ROWS, IDS, active_rank_mask=two_ranks)  # type: ignore[call-arg]
         assert_a_round_is_right(comm)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 def output_of(program: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
