@@ -7,9 +7,9 @@
 // every active peer satisfies only after its pull. A peer that is masked off in that next round is
 // not waited for: this is why a living rank must have left its last combine before it is masked.
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
+#include "cake/copy_row.h"
 #include "cake/cpu.h"
 #include "cake/reduce_rows.h"
 #include "cake/segment.h"
@@ -24,6 +24,8 @@ namespace {
 void stage(const CombineParams& p, const Segment& own, const ParallelFor& parallel_for) {
   if (p.expert_output == nullptr) return;
   const int64_t row_bytes = p.hidden_size * row_type_bytes(p.row_type);
+  const int64_t ranks = p.workspace.geometry.ep_size;
+  const RowCopy copy_row(ranks * ranks * p.tokens_per_rank * row_bytes);
   for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
     if (!p.active.contains(source)) continue;
     const int64_t first = static_cast<int64_t>(source) * p.tokens_per_rank;
@@ -31,10 +33,10 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
     parallel_for(0, own.round_header(source).num_rows, kRowsPerChunk,
                  [&](int64_t begin, int64_t end) {
                    for (int64_t row = first + begin; row < first + end; ++row) {
-                     std::memcpy(own.combine_rows() + row * row_bytes,
-                                 p.expert_output + row * p.expert_output_stride,
-                                 static_cast<size_t>(row_bytes));
+                     copy_row(own.combine_rows() + row * row_bytes,
+                              p.expert_output + row * p.expert_output_stride, row_bytes);
                    }
+                   copy_row.finish();
                  });
   }
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cake/copy_row.h"
 #include "cake/cpu.h"
 #include "cake/segment.h"
 #include "cake/wait_for_peers.h"
@@ -87,11 +88,24 @@ class Router {
 class RowSender {
  public:
   RowSender(const DispatchParams& p, const WorkspaceLayout& layout, const Router& router)
-      : p_(p), layout_(layout), router_(router) {
+      : p_(p), layout_(layout), router_(router), copy_row_(bytes_of_round(p)) {
     int64_t row_bytes[kMaxPayloads] = {};
     for (int32_t i = 0; i < p.num_payloads; ++i) row_bytes[i] = p.payloads[i].row_bytes;
     placement_ =
         PayloadPlacement::of(p.workspace.geometry, p.tokens_per_rank, row_bytes, p.num_payloads);
+  }
+
+  void send(int64_t begin, int64_t end) const {
+    for (int64_t token = begin; token < end; ++token) send(token);
+    copy_row_.finish();
+  }
+
+ private:
+  static int64_t bytes_of_round(const DispatchParams& p) {
+    int64_t row_bytes = 0;
+    for (int32_t i = 0; i < p.num_payloads; ++i) row_bytes += p.payloads[i].row_bytes;
+    const int64_t ranks = p.workspace.geometry.ep_size;
+    return ranks * ranks * p.tokens_per_rank * row_bytes;
   }
 
   void send(int64_t token) const {
@@ -114,16 +128,16 @@ class RowSender {
       }
       for (int32_t j = 0; j < p_.num_payloads; ++j) {
         const RowsIn& rows = p_.payloads[j];
-        std::memcpy(peer.bytes(placement_.offset[j]) + row * rows.row_bytes,
-                    rows.data + token * rows.stride, static_cast<size_t>(rows.row_bytes));
+        copy_row_(peer.bytes(placement_.offset[j]) + row * rows.row_bytes,
+                  rows.data + token * rows.stride, rows.row_bytes);
       }
     }
   }
 
- private:
   const DispatchParams& p_;
   const WorkspaceLayout& layout_;
   const Router& router_;
+  RowCopy copy_row_;
   PayloadPlacement placement_;
 };
 
@@ -233,9 +247,8 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
 
   const RowSender sender(p, layout, router);
   constexpr int64_t kTokensPerChunk = 16;  // a chunk is worth handing to another thread
-  parallel_for(0, p.num_tokens, kTokensPerChunk, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) sender.send(token);
-  });
+  parallel_for(0, p.num_tokens, kTokensPerChunk,
+               [&](int64_t begin, int64_t end) { sender.send(begin, end); });
 
   publish(p, layout, control.epoch, rows_to);
   const Deadline deadline = deadline_in(p.timeout_sec);

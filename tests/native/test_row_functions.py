@@ -1,4 +1,4 @@
-"""Is cake's vectorised sum the plain one, bit for bit, whatever vectors the compiler may use?"""
+"""Are cake's vectorised sum and copy the plain ones, bit for bit, whatever vectors there are?"""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("optimise", ["-O0", "-O3", "-O3 -march=native"])
-def test_sum_is_the_plain_sum(tmp_path: Path, optimise: str) -> None:
+@pytest.mark.parametrize("name", ["reduce_rows", "copy_row"])
+def test_function_is_the_plain_one(tmp_path: Path, name: str, optimise: str) -> None:
     compiler = os.environ.get("CXX", "c++").split()
-    sources = [ROOT / "tests/native/reduce_rows.cpp", ROOT / "csrc/cake/reduce_rows.cpp"]
-    program = tmp_path / "reduce_rows"
+    sources = [ROOT / f"tests/native/{name}.cpp", ROOT / f"csrc/cake/{name}.cpp"]
+    program = tmp_path / name
     flags = ["-std=c++20", *optimise.split(), "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
     subprocess.run([*compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
     result = subprocess.run([program], capture_output=True, text=True)

@@ -1,0 +1,58 @@
+// How rows are copied into segments: through the caches, or around them when a round is larger than
+// they are.
+//
+// A row that will be out of the cache before anyone reads it should not be read in to be written:
+// with streaming stores a round of 1024 tokens on 4 ranks took 0.65 (hidden size 7168) and 0.7
+// (2048) of the time, both far above the cache. Where the rows fit, their reader wants them there.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace moe_ep::cake {
+
+// Of the last-level cache of this machine's processors; where it cannot be read, far more than any.
+int64_t cache_bytes();
+
+class RowCopy {
+ public:
+  // bytes_of_round: what all ranks of the host write together.
+  explicit RowCopy(int64_t bytes_of_round) : streams_(bytes_of_round >= 2 * cache_bytes()) {}
+
+  void operator()(uint8_t* to, const uint8_t* from, int64_t bytes) const {
+#if defined(__x86_64__)
+    constexpr int64_t kLine = 64;
+    if (streams_ && bytes % kLine == 0 && reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
+      auto* out = reinterpret_cast<__m128i*>(to);
+      const auto* in = reinterpret_cast<const __m128i*>(from);
+      for (int64_t i = 0; i < bytes / static_cast<int64_t>(sizeof(__m128i)); i += 4) {
+        const __m128i a = _mm_loadu_si128(in + i), b = _mm_loadu_si128(in + i + 1),
+                      c = _mm_loadu_si128(in + i + 2), d = _mm_loadu_si128(in + i + 3);
+        _mm_stream_si128(out + i, a);
+        _mm_stream_si128(out + i + 1, b);
+        _mm_stream_si128(out + i + 2, c);
+        _mm_stream_si128(out + i + 3, d);
+      }
+      return;
+    }
+#endif
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+
+  // Streaming stores are not ordered by a later release: each thread that copied calls this before
+  // it ends.
+  void finish() const {
+#if defined(__x86_64__)
+    if (streams_) _mm_sfence();
+#endif
+  }
+
+ private:
+  bool streams_;
+};
+
+}  // namespace moe_ep::cake
