@@ -16,15 +16,16 @@ namespace moe_ep {
 // they read).
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
-  uint64_t
-      self_address;      // the workspace as this rank maps it; a clone of the tensor does not match
+  // The workspace as this rank maps it: a clone of the tensor does not match.
+  uint64_t self_address;
   uint64_t fingerprint;  // of the geometry it was initialised for
   uint32_t epoch;        // the last round begun; advanced by dispatch, read by combine
   Phase phase;           // kDispatch between dispatch and combine
   int32_t num_tokens;    // of the round in flight: what combine must be called with
   int32_t tokens_per_rank;
-  uint32_t
-      sleepers;  // threads of this rank asleep on a flag; a signaller wakes only if there are any
+  // Threads of this rank asleep on a flag: a signaller makes the wake-up call only if there are
+  // any.
+  uint32_t sleepers;
   RankMask active;  // of the round in flight: combine must be called with the same
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
