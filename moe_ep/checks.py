@@ -107,6 +107,7 @@ def check_combine(
         _check_dtype("output", output, (params.token_dtype,))
         _check_shape("output", output, (num_tokens, hidden_size), "[n, hidden_size]")
         _check_no_overlap("output", output)
+        _check_writable("output", output)
     return expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
 
 
@@ -216,6 +217,8 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
         raise MoEEpConfigError(
             f"{name} must be on {device}, the communication's device, got {value.device}."
         )
+    if not torch.compiler.is_compiling() and value.is_neg():
+        raise TypeError(f"{name} must hold its values, got a negated view: pass resolve_neg().")
     if value.requires_grad and torch.is_grad_enabled():
         raise MoEEpConfigError(
             f"{name} requires grad, and this communication does not propagate gradients: "
@@ -235,6 +238,16 @@ def _check_shape(name: str, value: Tensor, wanted: tuple[int, ...], meaning: str
     if tuple(value.shape) != wanted:
         raise MoEEpConfigError(
             f"{name} must be {meaning} = {list(wanted)}, got {list(value.shape)}."
+        )
+
+
+def _check_writable(name: str, value: Tensor) -> None:
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    if value.is_inference():
+        raise MoEEpConfigError(
+            f"{name} must not be an inference tensor outside torch.inference_mode(), which alone "
+            "may write to it."
         )
 
 

@@ -9,6 +9,7 @@ touches is plain attributes (int, str), so that torch.compile traces a whole rou
 from __future__ import annotations
 
 import abc
+import os
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Final, NoReturn
@@ -141,6 +142,7 @@ class MoEEpCommunication(abc.ABC):
         self._extra_payload_bytes: Final = extra_payload_bytes_per_token
         self._eplb_stats_num_experts: Final = eplb_stats_num_experts
         self._state: str = _IDLE
+        self._process: Final[int] = os.getpid()
         self._broken_by: str = "a call did not finish"
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
@@ -446,6 +448,11 @@ class MoEEpCommunication(abc.ABC):
             raise MoEEpStateError(
                 f"{call} after destroy (backend {self.backend_name}, rank {self.ep_rank}): "
                 "create a new communication."
+            )
+        if not torch.compiler.is_compiling() and os.getpid() != self._process:
+            raise MoEEpStateError(
+                f"{call} in a process forked from rank {self.ep_rank} (backend "
+                f"{self.backend_name}), whose communication this is: create one of its own."
             )
         if self._state == _BROKEN:
             raise MoEEpStateError(

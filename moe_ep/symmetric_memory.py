@@ -85,7 +85,7 @@ class SymmetricMemory:
     def workspace(self) -> Tensor:
         """uint8 [ep_size, segment_bytes], strides (rank_stride, 1); row r is rank r's memory.
 
-        Behind each row lie addresses without memory, so that an overrun faults instead of writing
+        Behind each row lie addresses that only read, so that an overrun faults instead of writing
         into a peer. The same tensor each time; it holds the memory. Raises MoEEpStateError while
         the memory is not mapped.
         """

@@ -42,9 +42,12 @@ class HostMemory final : public MemoryKind {
     return page;
   }
 
+  // Readable, never writable: what stays empty behind a segment must stop an overrun, but a
+  // compiler that clones the workspace reads across it, and must get as far as the op that refuses
+  // the clone.
   std::byte* reserve(uint64_t bytes) override {
     void* base =
-        mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
       throw_system_error("cannot reserve " + std::to_string(bytes) +
                          " bytes of address space (is `ulimit -v` set?)");

@@ -24,7 +24,7 @@ class MemoryKind {
   // A power of two: what can be mapped at once, and where it can start.
   virtual uint64_t granularity() const = 0;
 
-  // Addresses without memory: touching them faults.
+  // Addresses without memory: writing to them faults.
   virtual std::byte* reserve(uint64_t bytes) = 0;
   virtual void free_reserved(std::byte* base, uint64_t bytes) noexcept = 0;
 

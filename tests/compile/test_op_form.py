@@ -126,6 +126,24 @@ def a_clone_of_the_workspace(context: RankContext) -> str:
         return "accepted"
 
 
+def compiled_without_inductor(context: RankContext) -> str:
+    """aot_eager clones what an op mutates; the clone must be readable, and be refused."""
+    params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
+    torch._dynamo.reset()
+    with create_communication(context.bootstrap(), params, "cake", timeout_sec=100) as comm:
+        model = chain(comm, elementwise, 1)
+        try:
+            torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs(context.rank, 4))
+        except RuntimeError as exc:
+            return str(exc)
+        return "accepted"
+
+
+def test_a_compiler_that_clones_the_workspace_gets_an_error(ranks: RunOnRanks) -> None:
+    for said in ranks(2, compiled_without_inductor, seconds=110):
+        assert "this workspace tensor is a copy of the shared one" in said, said
+
+
 def test_a_clone_of_the_workspace_raises_and_names_the_pattern(ranks: RunOnRanks) -> None:
     for said in ranks(2, a_clone_of_the_workspace):
         assert "this workspace tensor is a copy of the shared one" in said, said

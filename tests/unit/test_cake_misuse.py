@@ -5,6 +5,7 @@ One rank, or two as threads. Each refusal is followed by a round that must be ri
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from moe_ep import (
     MoEEpCommunication,
     MoEEpConfigError,
     MoEEpInputError,
+    MoEEpStateError,
     create_communication,
     estimate_workspace_bytes,
 )
@@ -132,6 +134,18 @@ def test_a_mask_must_be_a_tensor_of_this_group_s_ranks() -> None:
         with pytest.raises(MoEEpConfigError, match="ranks below ep_size=1 only"):
             comm.dispatch(ROWS, IDS, active_rank_mask=two_ranks)  # type: ignore[call-arg]
         assert_a_round_is_right(comm)
+
+
+def test_a_forked_child_is_told_so(comm: MoEEpCommunication) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            comm.dispatch(ROWS, IDS)
+        except MoEEpStateError as error:
+            os._exit(0 if "forked" in str(error) else 2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_a_round_is_right(comm)
 
 
 class Threads:

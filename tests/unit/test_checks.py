@@ -313,3 +313,17 @@ def test_the_checks_of_combine_trace_into_one_graph():
     # How dynamo words an exception that it traced differs between torch versions.
     with pytest.raises(Exception):  # noqa: B017, PT011
         compiled(tokens(CAPACITY), overlapping)
+
+
+def test_negated_views_and_inference_outputs_are_refused_before_anything_is_sent():
+    params = MoEEpCommParams(4, TOP_K, CAPACITY, HIDDEN)
+    sizes = {"device": torch.device("cpu"), "ep_size": 1, "num_tokens": 3}
+    where = {**sizes, "tokens_per_rank": CAPACITY}
+    with pytest.raises(TypeError, match="expert_output must hold its values"):
+        negated = torch._neg_view(tokens(CAPACITY))
+        check_combine(params, **where, expert_output=negated, output=None)
+    with torch.inference_mode():
+        output = tokens(3).clone()
+        check_combine(params, **where, expert_output=tokens(CAPACITY), output=output)
+    with pytest.raises(MoEEpConfigError, match="output must not be an inference tensor"):
+        check_combine(params, **where, expert_output=tokens(CAPACITY), output=output)
