@@ -319,8 +319,8 @@ def test_negated_views_and_inference_outputs_are_refused_before_anything_is_sent
     params = MoEEpCommParams(4, TOP_K, CAPACITY, HIDDEN)
     sizes = {"device": torch.device("cpu"), "ep_size": 1, "num_tokens": 3}
     where = {**sizes, "tokens_per_rank": CAPACITY}
+    negated = torch._neg_view(tokens(CAPACITY))
     with pytest.raises(TypeError, match="expert_output must hold its values"):
-        negated = torch._neg_view(tokens(CAPACITY))
         check_combine(params, **where, expert_output=negated, output=None)
     with torch.inference_mode():
         output = tokens(3).clone()
