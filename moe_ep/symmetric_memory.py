@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from moe_ep import _native
 from moe_ep.collectives import CommBackend, agree, attempt, by_rank
-from moe_ep.construction import HostIdentity, network_namespace
+from moe_ep.construction import HostIdentity
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError, MoEEpStateError
 
 # Ranks enter the exchange together. One that fails in it tells the others, one that dies does not.
@@ -32,7 +32,6 @@ class _Probe:
     """What a rank tells the others before any memory is made."""
 
     host: HostIdentity
-    network: str
     device: str
     state: str
     segment_bytes: int
@@ -168,7 +167,6 @@ class SymmetricMemory:
         available_bytes, available_scope = _native.available_memory()
         return _Probe(
             host=HostIdentity.of_this_process(),
-            network=network_namespace(),
             device=self.device.type,
             state=self._memory.state,
             segment_bytes=self.bytes_per_rank,
@@ -214,8 +212,8 @@ def _check_probes(probes: Sequence[_Probe]) -> None:
             f"shared memory needs all ranks of the group on one host, got {hosts}. "
             "Across hosts, use the backend torch_dist."
         )
-    if len({p.network for p in probes}) > 1:
-        networks = by_rank({rank: p.network for rank, p in enumerate(probes)})
+    if len({p.host.network for p in probes}) > 1:
+        networks = by_rank({rank: p.host.network for rank, p in enumerate(probes)})
         raise MoEEpPlatformError(
             f"shared memory needs all ranks of the group in one network namespace, got {networks}. "
             "Let the containers share it, or use the backend torch_dist."

@@ -24,8 +24,8 @@ namespace {
 void stage(const CombineParams& p, const Segment& own, const ParallelFor& parallel_for) {
   if (p.expert_output == nullptr) return;
   const int64_t row_bytes = p.hidden_size * row_type_bytes(p.row_type);
-  const int64_t ranks = p.workspace.geometry.ep_size;
-  const RowCopy copy_row(ranks * ranks * p.tokens_per_rank * row_bytes);
+  const RowCopy copy_row(
+      bytes_of_round(p.workspace.geometry.ep_size, p.tokens_per_rank, row_bytes));
   for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
     if (!p.active.contains(source)) continue;
     const int64_t first = static_cast<int64_t>(source) * p.tokens_per_rank;

@@ -88,7 +88,7 @@ class Router {
 class RowSender {
  public:
   RowSender(const DispatchParams& p, const WorkspaceLayout& layout, const Router& router)
-      : p_(p), layout_(layout), router_(router), copy_row_(bytes_of_round(p)) {
+      : p_(p), layout_(layout), router_(router), copy_row_(bytes_to_copy(p)) {
     int64_t row_bytes[kMaxPayloads] = {};
     for (int32_t i = 0; i < p.num_payloads; ++i) row_bytes[i] = p.payloads[i].row_bytes;
     placement_ =
@@ -101,11 +101,10 @@ class RowSender {
   }
 
  private:
-  static int64_t bytes_of_round(const DispatchParams& p) {
+  static int64_t bytes_to_copy(const DispatchParams& p) {
     int64_t row_bytes = 0;
     for (int32_t i = 0; i < p.num_payloads; ++i) row_bytes += p.payloads[i].row_bytes;
-    const int64_t ranks = p.workspace.geometry.ep_size;
-    return ranks * ranks * p.tokens_per_rank * row_bytes;
+    return bytes_of_round(p.workspace.geometry.ep_size, p.tokens_per_rank, row_bytes);
   }
 
   void send(int64_t token) const {

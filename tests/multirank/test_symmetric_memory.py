@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep import _native, symmetric_memory
+from moe_ep import _native, construction
 from moe_ep.collectives import SingleRankComm, TorchDistributedComm
 from moe_ep.construction import HostIdentity
 from moe_ep.errors import MoEEpConfigError, MoEEpError, MoEEpPlatformError, MoEEpStateError
@@ -181,7 +181,7 @@ def test_failure_on_one_rank_raises_on_all_and_leaves_nothing(
 
 STRANGERS = {
     "host": (HostIdentity, "of_this_process", HostIdentity("b", "another-boot")),
-    "network": (symmetric_memory, "network_namespace", "net:[7]"),
+    "network": (construction, "network_namespace", "net:[7]"),
 }
 
 
