@@ -31,7 +31,7 @@ SOURCES := setup.py $(shell find csrc $(CXX_FILES))
 FORMATTED = $(shell find csrc tests $(CXX_FILES))
 CLANG_FORMAT := $(PY) -c "from clang_format import clang_format; clang_format()"
 
-.PHONY: help run test test-gpu bench build lint format api compile-cuda check-wheel check-abi clean
+.PHONY: help run test test-gpu sanitize-gpu bench build lint format api compile-cuda check-wheel check-abi clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -44,7 +44,10 @@ test: require-test build ## run the test suite
 	$(PY) -m pytest $(ARGS)
 
 test-gpu: require-test build ## run only the tests that need a CUDA device
-	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) tools/mps.py $(PY) -m pytest -m gpu $(ARGS)
+
+sanitize-gpu: require-test build ## play a few rounds on a GPU under compute-sanitizer
+	$(PY) -m tests.gpu.sanitize $(ARGS)
 
 bench: require-bench build ## time dispatch and combine against torch.distributed
 	$(PY) benchmarks/bench_moe_ep_comm.py $(or $(ARGS),--device cpu)

@@ -28,11 +28,28 @@ OPS_SOURCES = [
     "csrc/ops/cake_combine.cpp",
     "csrc/ops/cake_dispatch.cpp",
     "csrc/ops/cake_workspace.cpp",
+    "csrc/ops/combine_args.cpp",
+    "csrc/ops/dispatch_args.cpp",
     "csrc/ops/expert_ids.cpp",
     "csrc/ops/library.cpp",
+    "csrc/ops/round_errors.cpp",
     "csrc/ops/workspace_args.cpp",
 ]
-OPS_CUDA_SOURCES = []
+OPS_CUDA_SOURCES = [
+    "csrc/cake/combine_bulk.cu",
+    "csrc/cake/combine_direct.cu",
+    "csrc/cake/combine_quantized.cu",
+    "csrc/cake/cuda_launch.cu",
+    "csrc/cake/dispatch_bulk.cu",
+    "csrc/cake/dispatch_packets.cu",
+    "csrc/cake/row_copies.cu",
+    "csrc/ops/cake_combine_cuda.cpp",
+    "csrc/ops/cake_dispatch_cuda.cpp",
+    "csrc/ops/cake_workspace_cuda.cpp",
+    "csrc/ops/cuda_call.cpp",
+    "csrc/ops/device_status.cpp",
+    "csrc/ops/device_workspaces.cpp",
+]
 NATIVE_SOURCES = [
     "csrc/bindings/interrupt.cpp",
     "csrc/bindings/layout.cpp",
@@ -40,14 +57,22 @@ NATIVE_SOURCES = [
     "csrc/bindings/module.cpp",
     "csrc/memory/address_range.cpp",
     "csrc/memory/available_memory.cpp",
+    "csrc/memory/cuda_driver.cpp",
+    "csrc/memory/cuda_memory.cpp",
+    "csrc/memory/cuda_unavailable.cpp",
     "csrc/memory/fd_channel.cpp",
     "csrc/memory/file_descriptor.cpp",
+    "csrc/memory/gpu_fabric.cpp",
     "csrc/memory/handle_exchange.cpp",
     "csrc/memory/host_memory.cpp",
     "csrc/memory/mapping.cpp",
     "csrc/memory/physical_allocation.cpp",
     "csrc/memory/segmented_memory.cpp",
+    "csrc/memory/shareable_handle.cpp",
 ]
+# Of those: what includes cuda.h, and what stands in for it where there is none.
+NATIVE_WITH_CUDA = {"csrc/memory/cuda_driver.cpp", "csrc/memory/cuda_memory.cpp"}
+NATIVE_WITHOUT_CUDA = {"csrc/memory/cuda_unavailable.cpp"}
 
 CUDA_ARCHITECTURES = "9.0;10.0;10.3+PTX"
 # -Wno-psabi: the vector types of cake never cross a function that is not inlined.
@@ -131,7 +156,7 @@ def extensions():
     os.environ["LDFLAGS"] = f"{flags} {os.environ.get('LDFLAGS', '')}"
 
     torch_headers = ["-isystem", os.path.join(torch.__path__[0], "include")]  # with its pybind11
-    headers = sorted(str(header) for header in ROOT.glob("csrc/**/*.h"))
+    headers = sorted(str(h) for h in ROOT.glob("csrc/**/*") if h.suffix in {".h", ".cuh"})
     ops = (CppExtension if no_cuda else CUDAExtension)(
         "moe_ep._ops",
         OPS_SOURCES if no_cuda else OPS_SOURCES + OPS_CUDA_SOURCES,
@@ -143,11 +168,18 @@ def extensions():
         depends=headers,
         py_limited_api=True,
     )
+    if not no_cuda:
+        # Not torch's: an own one lets the library load where torch has another, or none.
+        shared = [library for library in ops.libraries if library != "cudart"]
+        ops.libraries = [*shared, "cudart_static", "rt", "dl"]
+    left_out = NATIVE_WITH_CUDA if no_cuda else NATIVE_WITHOUT_CUDA
+    cuda_headers = [] if no_cuda else ["-isystem", str(cuda_home / "include")]
     native = Extension(
         "moe_ep._native",
-        NATIVE_SOURCES,
-        extra_compile_args=[*CXX_FLAGS, *torch_headers],
+        [source for source in NATIVE_SOURCES if source not in left_out],
+        extra_compile_args=[*CXX_FLAGS, *torch_headers, *cuda_headers],
         include_dirs=[str(ROOT / "csrc")],
+        libraries=["dl"],  # part of the C library since glibc 2.34
         depends=headers,
         language="c++",
     )

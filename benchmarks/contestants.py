@@ -1,4 +1,4 @@
-"""What is timed? Rounds of a backend, or memcpy of as many bytes: things that take turns."""
+"""What is timed on the CPU? Rounds of a backend, or memcpy of as many bytes, taking turns."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from workload import Workload
-
-from moe_ep import BootstrapConfig, create_communication
-
-MEMCPY = "memcpy"
+from rounds import Rounds
 
 
 class Contestant(ABC):
-    """Something that all ranks do at the same time, again and again."""
+    """Something that all ranks do at the same time, again and again.
+
+    phases: what the seconds of a sample are of; "round" is always there.
+    mode: how rounds are issued, "" where there is only one way.
+    rounds_per_sample: a sample is their mean.
+    counted_bytes: what a rate divides by the time of a round.
+    """
 
     name: str
+    mode: str = ""
+    phases: tuple[str, ...] = ("round",)
+    rounds_per_sample: int = 1
+    counted_bytes: int
 
     @abstractmethod
-    def run(self, rounds: int) -> list[tuple[float, ...]]:
-        """Repeat `rounds` times; return the seconds of each round's phases on this rank.
-
-        Collective.
-        """
+    def run(self, samples: int) -> list[tuple[float, ...]]:
+        """Return the seconds of each sample's phases on this rank. Collective."""
 
     @abstractmethod
     def verify(self) -> None:
@@ -41,92 +43,66 @@ class Contestant(ABC):
         """Give back what is held. Collective."""
 
 
-class Exchange(Contestant):
+class HostRounds(Contestant):
     """Dispatch and combine of one backend, back to back: the rounds keep the ranks in step.
 
-    Phases: dispatch, combine, and both together. The experts are left out: what they return for
-    these inputs lies ready. So no barrier has to line up the ranks within the timing, which with
-    more ranks than cores would cost more than a small round.
+    So no barrier has to line up the ranks within the timing, which with more ranks than cores would
+    cost more than a small round.
     """
 
-    def __init__(self, backend: str, workload: Workload) -> None:
-        self.name = backend
-        self._work = workload
-        case = workload.case
-        bootstrap = BootstrapConfig(case.ranks, workload.rank, device="cpu")
-        self._comm = create_communication(bootstrap, case.params, backend)
-        # In memory that has been written before: the first touch of fresh pages costs more than
-        # the exchange itself.
-        rows = case.ranks * case.tokens
-        self._expert_output = torch.zeros(rows, case.hidden_size, dtype=case.params.token_dtype)
-        self._output = torch.zeros_like(workload.hidden_states)
+    phases = ("dispatch", "combine", "round")
 
-    def run(self, rounds: int) -> list[tuple[float, ...]]:
-        comm, work = self._comm, self._work
-        hidden_states, topk_ids, topk_weights = (
-            work.hidden_states,
-            work.topk_ids,
-            work.topk_weights,
-        )
-        clock = time.perf_counter
+    def __init__(self, rounds: Rounds, counted_bytes: int) -> None:
+        self.name = rounds.variant.label
+        self.counted_bytes = counted_bytes
+        self._rounds = rounds
+
+    def run(self, samples: int) -> list[tuple[float, ...]]:
+        dispatch, combine, clock = self._rounds.dispatch, self._rounds.combine, time.perf_counter
         stamps = []
-        for _ in range(rounds):
+        for _ in range(samples):
             begin = clock()
-            comm.dispatch(hidden_states, topk_ids, topk_weights)
+            dispatch()
             middle = clock()
-            comm.combine(self._combine_input(), output=self._output)
+            combine()
             stamps.append((begin, middle, clock()))
         return [(middle - begin, end - middle, end - begin) for begin, middle, end in stamps]
 
     def verify(self) -> None:
-        """Run one round, experts included, and check it; leaves the experts' outputs for `run`."""
-        result = self._comm.dispatch(
-            self._work.hidden_states, self._work.topk_ids, self._work.topk_weights
-        )
-        self._work.check_dispatch(result)
-        combine_input = self._combine_input()
-        self._work.evaluate_experts(result.hidden_states, into=combine_input)
-        self._comm.combine(combine_input, output=self._output)
-        self.verify_last_round()
+        self._rounds.verify()
 
     def verify_last_round(self) -> None:
-        self._work.check_combine(self._output)
+        self._rounds.verify_last(self._rounds.received)
 
     def close(self) -> None:
-        self._comm.destroy()
-
-    def _combine_input(self) -> Tensor:
-        if self._work.case.zero_copy:
-            buffer = self._comm.get_combine_input_buffer(self._expert_output.dtype)
-            if buffer is not None:
-                return buffer
-        return self._expert_output
+        self._rounds.close()
 
 
-class CopyLimit(Contestant):
+class HostCopy(Contestant):
     """memcpy of as many bytes as a round reads and writes, by all processes at once: the limit.
 
-    One phase. The ranks do not wait for each other within a run, so a round's time is the run's,
-    from the first rank's start to the last rank's end, divided by the number of rounds.
+    The ranks do not wait for each other within a run, so a round's time is the run's, from the
+    first rank's start to the last rank's end, divided by the number of rounds.
     """
 
-    name = MEMCPY
+    name = "memcpy"
 
-    def __init__(self, physical_bytes: int, ranks: int) -> None:
+    def __init__(self, counted_bytes: int, ranks: int) -> None:
+        self.counted_bytes = counted_bytes
         # A byte copied is read once and written once.
-        self._size = max(physical_bytes // (2 * ranks), 1)
+        self._size = max(counted_bytes // (2 * ranks), 1)
         self._source = torch.randint(0, 256, (self._size,), dtype=torch.uint8)
         self._target = torch.zeros(self._size, dtype=torch.uint8)
 
-    def run(self, rounds: int) -> list[tuple[float, ...]]:
+    def run(self, samples: int) -> list[tuple[float, ...]]:
         target, source, size = self._target.data_ptr(), self._source.data_ptr(), self._size
         begin = time.perf_counter()
-        for _ in range(rounds):
+        for _ in range(samples):
             ctypes.memmove(target, source, size)
         # The monotonic clock is the same for all processes of a host.
         edges = torch.tensor([-begin, time.perf_counter()], dtype=torch.float64)
         dist.all_reduce(edges, dist.ReduceOp.MAX)
-        return [(float(edges.sum()) / rounds,)] * rounds
+        return [(float(edges.sum()) / samples,)] * samples
 
     def verify(self) -> None:
         self.run(1)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from contestants import MEMCPY, Contestant, CopyLimit, Exchange
+from contestants import Contestant, HostCopy, HostRounds
+from cuda_contestants import cuda_contestant
+from cuda_limits import cuda_limits
+from places import Place
+from rounds import Rounds
 from torch import Tensor
+from variants import Variant
 from workload import Case, PhysicalBytes, Workload
-
-BLOCK_SECONDS = 0.1
-"""A contestant's turn: long against its first, cold round, short against the machine's moods."""
 
 MIN_BLOCKS = 5
 """Turns of each contestant, however slow it is: a median of fewer means nothing."""
@@ -21,33 +25,56 @@ MIN_BLOCKS = 5
 
 @dataclass(frozen=True)
 class Spread:
-    """Microseconds of the slowest rank, over the rounds."""
+    """Microseconds of the slowest rank, over the samples."""
 
     median: float
     p99: float
+    mean: float
+    fastest: float
+    slowest: float
 
     @classmethod
     def of(cls, seconds: Tensor) -> Spread:
         ordered = (seconds * 1e6).sort().values
         last_percent = math.ceil(0.99 * len(ordered)) - 1
-        return cls(float(ordered.median()), float(ordered[last_percent]))
+        return cls(
+            median=float(ordered.median()),
+            p99=float(ordered[last_percent]),
+            mean=float(ordered.mean()),
+            fastest=float(ordered[0]),
+            slowest=float(ordered[-1]),
+        )
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One contestant's figures. memcpy has no phases, only a round."""
+    """One contestant's figures.
+
+    variant: None for a limit.
+    samples, rounds: how many figures a spread is over, and how many rounds they are the means of.
+    phases: "round", and where they were timed "dispatch", "combine", "host".
+    """
 
     name: str
+    variant: Variant | None
+    mode: str
+    samples: int
     rounds: int
-    round_us: Spread
-    dispatch_us: Spread | None = None
-    combine_us: Spread | None = None
+    counted_bytes: int
+    phases: dict[str, Spread]
+
+    @property
+    def round_us(self) -> Spread:
+        return self.phases["round"]
 
 
 @dataclass(frozen=True)
 class CaseResult:
+    """timings: of the variants in their order, then of the limits."""
+
     case: Case
     physical_bytes: PhysicalBytes
+    link_bytes: int
     timings: list[Timing]
 
 
@@ -57,87 +84,138 @@ class Effort:
 
     seconds: of all contestants together.
     iterations: at least so many rounds of each contestant, however long they take; or None.
+    block_seconds: a contestant's turn: long against its first, cold round, short against the
+        machine's moods.
     """
 
     seconds: float
     iterations: int | None
+    block_seconds: float
 
 
 def measure_case(
     case: Case,
-    rank: int,
-    backends: list[str],
+    place: Place,
+    variants: list[Variant],
     effort: Effort,
     progress: Callable[[float], None],
 ) -> CaseResult:
-    """Time all backends and memcpy on one case. Collective; every rank returns the same result.
+    """Time all variants and the limits on one case. Collective; all ranks return the same.
 
     progress: called with the share of the case that was done since the last call.
     """
-    workload = Workload(case, rank)
-    physical_bytes = workload.physical_bytes
-    contestants: list[Contestant] = [Exchange(backend, workload) for backend in backends]
-    contestants.append(CopyLimit(physical_bytes.round, case.ranks))
+    workload = Workload(case, place.rank, place.device)
+    entries = _contestants(workload, place, variants)
+    contestants = [contestant for contestant, _ in entries]
     for contestant in contestants:
         contestant.verify()
 
-    rounds_per_block, blocks = _plan(contestants, effort)
+    samples_per_block, blocks = _plan(entries, effort, place)
     stamps: list[list[tuple[float, ...]]] = [[] for _ in contestants]
     for _ in range(blocks):
-        for contestant, rounds, into in zip(contestants, rounds_per_block, stamps, strict=True):
-            _take_turn(contestant, rounds, into)
+        for contestant, samples, into in zip(contestants, samples_per_block, stamps, strict=True):
+            _take_turn(contestant, samples, into, place)
         progress(1 / blocks)
 
     for contestant in contestants:
-        contestant.verify_last_round()
-        contestant.verify()
-    timings = [_timing(c.name, _slowest(s)) for c, s in zip(contestants, stamps, strict=True)]
+        _verify_after(contestant, place)
+    timings = [_timing(*entry, _slowest(s)) for entry, s in zip(entries, stamps, strict=True)]
     for contestant in contestants:
         contestant.close()
-    return CaseResult(case, physical_bytes, timings)
+    return CaseResult(case, workload.physical_bytes, workload.link_bytes, timings)
 
 
-def _take_turn(contestant: Contestant, rounds: int, into: list[tuple[float, ...]]) -> None:
-    dist.barrier()  # sleeps in Gloo; what its exit costs falls into the round that is not counted
+def _contestants(
+    workload: Workload, place: Place, variants: list[Variant]
+) -> list[tuple[Contestant, Variant | None]]:
+    case, moved = workload.case, workload.physical_bytes.round
+    entries: list[tuple[Contestant, Variant | None]] = []
+    for variant in variants:
+        rounds = Rounds(variant, workload, place)
+        if place.device.type == "cuda":
+            entries.append((cuda_contestant(rounds, moved, case.tokens, place), variant))
+        else:
+            entries.append((HostRounds(rounds, moved), variant))
+    limits: list[Contestant]
+    if place.device.type == "cuda":
+        limits = cuda_limits(moved, workload.link_bytes, place)
+    else:
+        limits = [HostCopy(moved, case.ranks)]
+    return entries + [(limit, None) for limit in limits]
+
+
+def _take_turn(
+    contestant: Contestant, samples: int, into: list[tuple[float, ...]], place: Place
+) -> None:
+    place.barrier()  # what its exit costs falls into the sample that is not counted
+    gc.disable()
+    try:
+        contestant.run(1)
+        into += contestant.run(samples)
+    finally:
+        gc.enable()
+
+
+def _verify_after(contestant: Contestant, place: Place) -> None:
+    """Check the last timed round, and a timed kind of round over poisoned memory."""
+    place.barrier()
+    contestant.verify_last_round()
+    place.barrier()  # nobody starts a round while another looks at the last
+    contestant.verify()
+    place.barrier()
     contestant.run(1)
-    into += contestant.run(rounds)
+    contestant.verify_last_round()
+    place.barrier()
 
 
-def _plan(contestants: list[Contestant], effort: Effort) -> tuple[list[int], int]:
-    """Return each contestant's rounds in a block, and the number of blocks. Alike on all ranks."""
-    seconds_per_round = [_seconds_per_round(contestant) for contestant in contestants]
-    rounds = [max(1, round(BLOCK_SECONDS / seconds)) for seconds in seconds_per_round]
+def _plan(
+    entries: list[tuple[Contestant, Variant | None]], effort: Effort, place: Place
+) -> tuple[list[int], int]:
+    """Return each contestant's samples in a block, and the number of blocks. Alike on all ranks."""
+    seconds = [_seconds_per_sample(contestant, effort, place) for contestant, _ in entries]
+    samples = [max(1, round(effort.block_seconds / one)) for one in seconds]
     if effort.iterations is not None:
         blocks = min(MIN_BLOCKS, effort.iterations)
         asked = math.ceil(effort.iterations / blocks)
-        # memcpy keeps a block that is long against the ranks' different starts.
+        # The limits keep a block that is long against the ranks' different starts.
         return [
-            n if c.name == MEMCPY else asked for c, n in zip(contestants, rounds, strict=True)
+            n if variant is None else math.ceil(asked / contestant.rounds_per_sample)
+            for (contestant, variant), n in zip(entries, samples, strict=True)
         ], blocks
-    block = sum((n + 1) * seconds for n, seconds in zip(rounds, seconds_per_round, strict=True))
-    return rounds, max(MIN_BLOCKS, round(effort.seconds / block))
+    block = sum((n + 1) * one for n, one in zip(samples, seconds, strict=True))
+    return samples, max(MIN_BLOCKS, round(effort.seconds / block))
 
 
-def _seconds_per_round(contestant: Contestant) -> float:
-    """Return about how long a round takes: a guess from two, then one from a tenth of a block."""
-    seconds = BLOCK_SECONDS
+def _seconds_per_sample(contestant: Contestant, effort: Effort, place: Place) -> float:
+    """Return about how long a sample takes: a guess from two, then one from a tenth of a block."""
+    seconds = effort.block_seconds
     for _ in range(2):
-        trial: list[tuple[float, ...]] = []
-        _take_turn(contestant, max(2, round(0.1 * BLOCK_SECONDS / seconds)), trial)
-        seconds = float(_slowest(trial)[:, -1].median())
+        samples = max(2, round(0.1 * effort.block_seconds / seconds))
+        place.barrier()
+        contestant.run(1)
+        start = time.perf_counter()
+        contestant.run(samples)
+        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        seconds = float(spent) / samples
     return seconds
 
 
 def _slowest(stamps: list[tuple[float, ...]]) -> Tensor:
-    """[rounds, phases] seconds: for each round and phase those of the rank that took longest."""
+    """[samples, phases] seconds: for each sample and phase those of the rank that took longest."""
     slowest = torch.tensor(stamps, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest
 
 
-def _timing(name: str, slowest: Tensor) -> Timing:
-    phases = [Spread.of(column) for column in slowest.unbind(1)]
-    if name == MEMCPY:
-        return Timing(name, len(slowest), phases[0])
-    dispatch, combine, whole = phases
-    return Timing(name, len(slowest), whole, dispatch, combine)
+def _timing(contestant: Contestant, variant: Variant | None, slowest: Tensor) -> Timing:
+    spreads = [Spread.of(column) for column in slowest.unbind(1)]
+    return Timing(
+        name=contestant.name,
+        variant=variant,
+        mode=contestant.mode,
+        samples=len(slowest),
+        rounds=len(slowest) * contestant.rounds_per_sample,
+        counted_bytes=contestant.counted_bytes,
+        phases=dict(zip(contestant.phases, spreads, strict=True)),
+    )

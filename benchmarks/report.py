@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from contestants import MEMCPY
 from measure import CaseResult, Timing
 
-import moe_ep
-
-BASELINE = "torch_dist"
+REFERENCE = "torch_dist"
 """The backend that the others are compared with: it runs on any network."""
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what figures are taken. The load is that of before, if called before."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "load_average_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "moe_ep": moe_ep.__version__,
-    }
-
-
 def figures(result: CaseResult) -> list[dict[str, Any]]:
-    """One record for each backend and for memcpy. Times in microseconds, rates in 1e9 bytes/s.
+    """One record for each variant and limit. Times in microseconds, rates in 1e9 bytes/s.
 
-    Rates count the physical bytes of all ranks. share_of_memcpy and times_faster_than_baseline
-    compare medians of whole rounds; the latter is None where the baseline did not run.
+    gb_per_s counts the physical bytes of all ranks (the link's limit: those of one direction).
+    share_of_copy_limit, share_of_link_limit and times_faster_than_baseline compare medians of whole
+    rounds; each is None where there is nothing to compare with.
     """
-    by_name = {timing.name: timing for timing in result.timings}
-    memcpy, baseline = by_name[MEMCPY], by_name.get(BASELINE)
-    return [_figures_of(timing, result, memcpy, baseline) for timing in result.timings]
+    limits = [timing for timing in result.timings if timing.variant is None]
+    copy = limits[0]
+    link = next((limit for limit in limits if limit.name.startswith("link")), None)
+    compared = baseline(result)
+    return [_figures_of(timing, result, copy, link, compared) for timing in result.timings]
+
+
+def baseline(result: CaseResult) -> Timing | None:
+    """Return what the variants are compared with: torch_dist if it ran, else the first of several
+    variants.
+    """
+    variants = [timing for timing in result.timings if timing.variant is not None]
+    for timing in variants:
+        if timing.name == REFERENCE:
+            return timing
+    return variants[0] if len(variants) > 1 else None
 
 
 def document(
     where: dict[str, Any], options: dict[str, Any], results: list[CaseResult]
 ) -> dict[str, Any]:
-    """Everything, for json.dump. where: what `machine` returned before the first case."""
+    """Everything, for json.dump."""
     return {
         "benchmark": "moe_ep_comm",
         "machine": where,
@@ -54,6 +49,7 @@ def document(
             {
                 **asdict(result.case),
                 "physical_bytes": asdict(result.physical_bytes),
+                "link_bytes": result.link_bytes,
                 "figures": figures(result),
             }
             for result in results
@@ -61,56 +57,100 @@ def document(
     }
 
 
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    text: Callable[[CaseResult, dict[str, Any]], str]
+
+
 def table(results: list[CaseResult]) -> str:
-    """All figures in lines and columns."""
-    header = ["backend", "H", "tokens", "rounds", "dispatch µs", "combine µs", "round µs"]
-    header += ["p99 µs", "GB/s", "of memcpy", f"x {BASELINE}"]
-    lines = [header]
-    for result in results:
-        for record in figures(result):
-            dispatch, combine = record["dispatch_us"], record["combine_us"]
-            times = record["times_faster_than_baseline"]
-            lines.append(
-                [
-                    record["backend"],
-                    str(result.case.hidden_size),
-                    str(result.case.tokens),
-                    str(record["rounds"]),
-                    _number(dispatch["median"]) if dispatch else "",
-                    _number(combine["median"]) if combine else "",
-                    _number(record["round_us"]["median"]),
-                    _number(record["round_us"]["p99"]),
-                    f"{record['gb_per_s']:.2f}",
-                    _share(record["share_of_memcpy"]),
-                    f"{times:.2f}" if times else "",
-                ]
-            )
+    """All figures in lines and columns; a column that would be empty is left out."""
+    first = results[0]
+    copy_limit = next(timing.name for timing in first.timings if timing.variant is None)
+    compared = baseline(first)
+    columns = [
+        _Column("backend", lambda result, record: str(record["backend"])),
+        _Column("mode", lambda result, record: str(record["mode"])),
+        _Column("H", lambda result, record: str(result.case.hidden_size)),
+        _Column("tokens", lambda result, record: str(result.case.tokens)),
+        _Column("rounds", lambda result, record: str(record["rounds"])),
+        _Column("host µs", lambda result, record: _median(record["host_us"])),
+        _Column("dispatch µs", lambda result, record: _median(record["dispatch_us"])),
+        _Column("combine µs", lambda result, record: _median(record["combine_us"])),
+        _Column("round µs", lambda result, record: _median(record["round_us"])),
+        _Column("p99 µs", lambda result, record: _number(record["round_us"]["p99"])),
+        _Column("GB/s", lambda result, record: _rate(record["gb_per_s"])),
+        _Column(f"of {copy_limit}", lambda result, record: _share(record["share_of_copy_limit"])),
+        _Column("link GB/s", lambda result, record: _rate(record["link_gb_per_s"])),
+        _Column("of link", lambda result, record: _share(record["share_of_link_limit"])),
+        _Column(
+            f"x {compared.name if compared else REFERENCE}",
+            lambda result, record: _times(record["times_faster_than_baseline"]),
+        ),
+    ]
+    rows = [(result, record) for result in results for record in figures(result)]
+    filled = []
+    for column in columns:
+        texts = [column.text(*row) for row in rows]
+        if any(texts):
+            filled.append([column.title, *texts])
+    lines = [list(line) for line in zip(*filled, strict=True)]
     return _aligned(lines, cases_of=[len(result.timings) for result in results])
 
 
 def _figures_of(
-    timing: Timing, result: CaseResult, memcpy: Timing, baseline: Timing | None
+    timing: Timing,
+    result: CaseResult,
+    copy: Timing,
+    link: Timing | None,
+    compared: Timing | None,
 ) -> dict[str, Any]:
     median = timing.round_us.median
-    compared = None if timing.name == MEMCPY else baseline
+    variant = timing.variant
+    is_link = timing is link
+    crosses = result.link_bytes if variant is not None or is_link else 0
     return {
         "backend": timing.name,
+        "mode": timing.mode,
+        "settings": asdict(variant) if variant else None,
+        "samples": timing.samples,
         "rounds": timing.rounds,
-        "dispatch_us": asdict(timing.dispatch_us) if timing.dispatch_us else None,
-        "combine_us": asdict(timing.combine_us) if timing.combine_us else None,
-        "round_us": asdict(timing.round_us),
-        "gb_per_s": result.physical_bytes.round / median / 1e3,
-        "share_of_memcpy": memcpy.round_us.median / median,
-        "times_faster_than_baseline": compared.round_us.median / median if compared else None,
+        **{f"{name}_us": None for name in ("host", "dispatch", "combine")},
+        **{f"{name}_us": asdict(spread) for name, spread in timing.phases.items()},
+        "gb_per_s": timing.counted_bytes / median / 1e3,
+        "share_of_copy_limit": None if is_link else copy.round_us.median / median,
+        "link_gb_per_s": crosses / median / 1e3 if crosses else None,
+        "share_of_link_limit": link.round_us.median / median if link and crosses else None,
+        "times_faster_than_baseline": (
+            compared.round_us.median / median if compared and variant else None
+        ),
     }
 
 
+def _median(spread: dict[str, float] | None) -> str:
+    return _number(spread["median"]) if spread else ""
+
+
 def _number(microseconds: float) -> str:
-    return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
+    if microseconds >= 100:
+        return f"{microseconds:.0f}"
+    return f"{microseconds:.1f}" if microseconds >= 20 else f"{microseconds:.2f}"
 
 
-def _share(value: float) -> str:
+def _rate(gb_per_s: float | None) -> str:
+    if gb_per_s is None:
+        return ""
+    return f"{gb_per_s:.0f}" if gb_per_s >= 100 else f"{gb_per_s:.2f}"
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return ""
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _aligned(lines: list[list[str]], cases_of: list[int]) -> str:
@@ -129,13 +169,3 @@ def _aligned(lines: list[list[str]], cases_of: list[int]) -> str:
         parts += [*body[:count], ""]
         body = body[count:]
     return "\n".join(parts).rstrip()
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -9,6 +9,7 @@ touches is plain attributes (int, str), so that torch.compile traces a whole rou
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,7 @@ from moe_ep.collectives import CommBackend
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
 from moe_ep.errors import (
+    MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
     MoEEpStateError,
@@ -192,9 +194,11 @@ class MoEEpCommunication(abc.ABC):
 
         Raises TypeError (dtype), MoEEpConfigError (shape, device, size) and MoEEpStateError before
         anything is sent.
-        Raises MoEEpConfigError on all ranks if they disagree about the round, which is then closed.
-        Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is then
-        broken.
+        Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
+        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is
+        then broken. Where the device finds out (cake on CUDA), `check` raises both, else a later
+        call: a time-out any, a disagreement a combine. Until then nothing counts as received, and
+        the sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -220,7 +224,8 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
         still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
         (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
-        does not answer in `timeout_sec`.
+        does not answer in `timeout_sec`. Where the device finds out (cake on CUDA), what it has not
+        recorded yet when combine is called is raised by a later combine or by `check`.
         """
         return self._run_combine(expert_output, output=output)
 
@@ -238,7 +243,8 @@ class MoEEpCommunication(abc.ABC):
         return self._combine_input_buffer()
 
     def check(self) -> None:
-        """Wait for the device and raise what it recorded: MoEEpTimeoutError, MoEEpInputError.
+        """Wait for the device and raise what it recorded: MoEEpTimeoutError, MoEEpInputError,
+        MoEEpDisagreementError (a round that is open stays so: combine ends it).
 
         Not collective. Raises MoEEpStateError after destroy or on a broken object.
         """
@@ -250,9 +256,17 @@ class MoEEpCommunication(abc.ABC):
 
     @classmethod
     def estimate_workspace_bytes(
-        cls, params: MoEEpCommParams, ep_size: int, config: CommunicationConfig
+        cls,
+        params: MoEEpCommParams,
+        ep_size: int,
+        config: CommunicationConfig,
+        *,
+        device: int | str | torch.device | None = None,
     ) -> int:
-        """Return the `workspace_bytes` of each rank's object before anything is allocated."""
+        """Return the `workspace_bytes` of each rank's object before anything is allocated.
+
+        device: as in BootstrapConfig.
+        """
         return 0
 
     @property
@@ -342,6 +356,13 @@ class MoEEpCommunication(abc.ABC):
     def _destroy(self) -> None:  # noqa: B027  (or nothing to free)
         """Free everything. Called once. Waits for nobody: peers may be dead or in a round."""
 
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a backend works: the stream that the user chose."""
+        handle = self._bootstrap.stream
+        if handle == 0:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
+
     # ---------------------------------------------------------------- the state machine
 
     def _run_dispatch(
@@ -428,8 +449,9 @@ class MoEEpCommunication(abc.ABC):
             self._state = _BROKEN
             self._broken_by = str(exc if error is None else error)
             raise exc if error is None else error from None
-        # A recorded id is raised when combine's exchange is done, which closes the round.
-        closes_round = isinstance(error, MoEEpInputError) and self._state == _BROKEN
+        # Raised when a call has done its part of the exchange, which closes the round.
+        recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
+        closes_round = recorded and self._state == _BROKEN
         self._state = _IDLE if closes_round else state_if_alive
         raise error from None
 

@@ -19,6 +19,14 @@ class MoEEpConfigError(MoEEpError, ValueError):
     """A value, shape or setting is wrong, or the ranks of the group disagree about one."""
 
 
+class MoEEpDisagreementError(MoEEpConfigError):
+    """The ranks called dispatch or combine with different arguments. Raised on all of them.
+
+    Nothing was delivered, and the object goes on. On CUDA it is recorded by the device: `check`
+    raises it, else a `combine`, after which the round is over as always.
+    """
+
+
 class MoEEpPlatformError(MoEEpError, RuntimeError):
     """The backend cannot run here. Names each rank's reason and is raised on all ranks together."""
 
@@ -45,6 +53,7 @@ _RAISED_BY_OPS: dict[str, type[Exception]] = {
     for cls in (
         TypeError,
         MoEEpConfigError,
+        MoEEpDisagreementError,
         MoEEpPlatformError,
         MoEEpStateError,
         MoEEpTimeoutError,

@@ -25,6 +25,12 @@ torch.ops.load_library(_library.origin)
 torch.ops.moe_ep.set_interrupt_check(_native.interrupt_check())
 
 
+def has_cuda_kernels() -> bool:
+    """Return whether the library was built with its kernels for CUDA devices."""
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key("moe_ep::cake_dispatch", "CUDA")
+    return found
+
+
 @torch.library.register_fake("moe_ep::cake_initialize")
 def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
     return None
@@ -43,6 +49,7 @@ def _(
     invalid_expert_id: int,
     tokens_per_rank: int,
     timeout_sec: int,
+    enable_pdl: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ep_size, top_k = workspace.shape[0], topk_ids.shape[1]
     rows = ep_size * tokens_per_rank
@@ -53,6 +60,24 @@ def _(
         topk_ids.new_empty((ep_size,), dtype=torch.int32),
         topk_ids.new_empty(stats, dtype=torch.int32),
     )
+
+
+@torch.library.register_fake("moe_ep::cake_dispatch_in_place")
+def _(
+    workspace: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor | None,
+    payloads: list[Tensor],
+    eplb_local_stats: Tensor | None,
+    active_rank_mask: Tensor | None,
+    geometry: list[int],
+    ep_rank: int,
+    invalid_expert_id: int,
+    tokens_per_rank: int,
+    timeout_sec: int,
+    enable_pdl: bool = True,
+) -> None:
+    return None
 
 
 @torch.library.register_fake("moe_ep::cake_received_rows")
@@ -79,6 +104,7 @@ def _(
     hidden_size: int,
     dtype: torch.dtype,
     timeout_sec: int,
+    enable_pdl: bool = True,
 ) -> Tensor:
     return workspace.new_empty((num_tokens, hidden_size), dtype=dtype)
 
@@ -93,6 +119,7 @@ def _(
     tokens_per_rank: int,
     timeout_sec: int,
     output: Tensor,
+    enable_pdl: bool = True,
 ) -> None:
     return None
 
@@ -112,6 +139,7 @@ def _(
     format: int,
     scale_layout: int,
     scalar_scale: float,
+    enable_pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
     quant_format, layout = _native.QuantFormat(format), _native.ScaleLayout(scale_layout)
     tile = _native.rows_per_scale_tile(layout)
@@ -123,6 +151,7 @@ def _(
     )
 
 
+@torch.library.register_fake("moe_ep::cake_forget")
 @torch.library.register_fake("moe_ep::cake_check")
 def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
     return None

@@ -141,15 +141,21 @@ def create_communication(
 
 
 def estimate_workspace_bytes(
-    params: MoEEpCommParams, ep_size: int, config: CommunicationConfig
+    params: MoEEpCommParams,
+    ep_size: int,
+    config: CommunicationConfig,
+    *,
+    device: int | str | torch.device | None = None,
 ) -> int:
     """Return the exact bytes per rank that a communication will hold, before any allocation.
+
+    device: as in BootstrapConfig.
 
     Not collective. Raises KeyError for a config of a backend that is not registered.
     """
     require_int_in_range("ep_size", ep_size, 1, MAX_EP_SIZE)
     entry = _registry[communication_backend_name(config)]
-    return entry.communication.estimate_workspace_bytes(params, ep_size, config)
+    return entry.communication.estimate_workspace_bytes(params, ep_size, config, device=device)
 
 
 def _resolve(

@@ -1,13 +1,14 @@
 """How do the ranks of a group come to share one range of memory?
 
-The collective part only: which ranks can share, who has failed, what all do then. The memory
-itself is `csrc/memory`. Every step is gathered over the group, so that all ranks go on or all let
-go of everything and raise.
+The collective part only: who has failed, what all do then. Which ranks can share is
+`moe_ep.sharing`, the memory itself `csrc/memory`. Every step is gathered over the group, so that
+all ranks go on or all let go of everything and raise.
 """
 
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from torch.utils.dlpack import from_dlpack
 from typing_extensions import Self
 
 from moe_ep import _native
-from moe_ep.collectives import CommBackend, agree, attempt, by_rank
+from moe_ep.collectives import CommBackend, agree, attempt
 from moe_ep.construction import HostIdentity
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError, MoEEpStateError
+from moe_ep.sharing import Probe, check_probes, forms_to_try, mapping_error, memory_kind, place_of
 
 # Ranks enter the exchange together. One that fails in it tells the others, one that dies does not.
 _EXCHANGE_TIMEOUT_SEC = 60.0
@@ -28,17 +30,14 @@ _NONCE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class _Probe:
-    """What a rank tells the others before any memory is made."""
+class _Offer:
+    """How peers get at a rank's memory: through its channel, or by its FABRIC handle.
 
-    host: HostIdentity
-    device: str
-    state: str
-    segment_bytes: int
-    mapped_bytes: int
-    available_bytes: int
-    available_scope: int
-    nonce: bytes
+    Neither in a group of one, where nobody needs to.
+    """
+
+    channel: str = ""
+    fabric: bytes = b""
 
 
 class SymmetricMemory:
@@ -70,7 +69,8 @@ class SymmetricMemory:
 
         Raises on all ranks together, with every rank's reason, and then leaves nothing behind:
         MoEEpPlatformError if a rank cannot allocate or the ranks cannot share memory (several
-        hosts), MoEEpConfigError if they disagree on the size or kind of device.
+        hosts, GPUs without peer access), MoEEpConfigError if they disagree on the size or type of
+        device. On CUDA devices, ranks may sit on the same or on different GPUs.
         """
         memory = cls(comm.get_rank(), comm.get_size(), segment_bytes, device)
         try:
@@ -84,9 +84,9 @@ class SymmetricMemory:
     def workspace(self) -> Tensor:
         """uint8 [ep_size, segment_bytes], strides (rank_stride, 1); row r is rank r's memory.
 
-        Behind each row lie addresses that only read, so that an overrun faults instead of writing
-        into a peer. The same tensor each time; it holds the memory. Raises MoEEpStateError while
-        the memory is not mapped.
+        Behind each row lie addresses without memory (on the CPU they can be read), so that an
+        overrun faults instead of writing into a peer. The same tensor each time; it holds the
+        memory. Raises MoEEpStateError while the memory is not mapped.
         """
         if self.state != "mapped":
             raise MoEEpStateError(f"workspace needs memory that is mapped, got {self.state}.")
@@ -96,7 +96,7 @@ class SymmetricMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of this rank's own memory: its segment in whole pages."""
+        """Bytes of this rank's own memory: its segment in whole pages (2 MiB on a GPU)."""
         return self._open_memory("mapped_bytes").mapped_bytes
 
     @property
@@ -108,8 +108,8 @@ class SymmetricMemory:
     def release(self) -> None:
         """Give the physical memory back and keep the addresses; touching them then faults.
 
-        Idempotent. Not collective, but a segment is free only when all ranks have released it. The
-        contents are lost.
+        Idempotent. Waits for the device. Not collective, but a segment is free only when all ranks
+        have released it. The contents are lost.
         """
         self._open_memory("release").release()
 
@@ -124,7 +124,10 @@ class SymmetricMemory:
         self._join(comm)
 
     def close(self) -> None:
-        """Let go of the memory; it is unmapped with the last tensor over it. Idempotent."""
+        """Let go of the memory. Idempotent.
+
+        It is unmapped with the last tensor over it, which waits for the device.
+        """
         self._workspace = None
         self._memory = None
 
@@ -137,106 +140,97 @@ class SymmetricMemory:
         """Bring all ranks from addresses without memory to the same memory on all of them."""
         outcome = attempt(lambda: self._probe(comm))
         probes = agree(comm, outcome, what="reserving shared memory")
-        _check_probes(probes)
+        check_probes(probes)
         if probes[self.ep_rank].state == "mapped":
             return
-        self._round += 1
         try:
-            backed = attempt(lambda: self._back_own_segment(probes[0].nonce))
-            names = agree(comm, backed, what="allocating shared memory")
-            mapped = attempt(lambda: self._map_peers(names))
-            agree(comm, mapped, what="mapping shared memory")
+            self._share(comm, probes, forms_to_try(probes))
         except BaseException:
             self._open_memory("restore").break_off()
             raise
+
+    def _share(
+        self, comm: CommBackend, probes: Sequence[Probe], forms: Sequence[_native.HandleForm]
+    ) -> None:
+        """Make and map the memory by the first of these forms of handle that works on all ranks."""
+        form, *others = forms
+        self._round += 1
+        try:
+            backed = attempt(lambda: self._back_own_segment(form, probes[0].nonce))
+            offers = agree(comm, backed, what="allocating shared memory")
+            mapped = attempt(lambda: self._map_peers(probes, offers))
+            agree(comm, mapped, what="mapping shared memory")
+        except MoEEpPlatformError:
+            if not others:
+                raise
+        else:
+            return
         finally:
             self._channel = self._handle = None
+        # The same text each time: Python shows it once in a process.
+        warnings.warn(
+            "the GPUs of the group promised FABRIC handles, but sharing memory by them failed: "
+            "file descriptors are used instead.",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+        self._share(comm, probes, others)
 
-    def _probe(self, comm: CommBackend) -> _Probe:
+    def _probe(self, comm: CommBackend) -> Probe:
         if (comm.get_rank(), comm.get_size()) != (self.ep_rank, self.ep_size):
             raise MoEEpConfigError(
                 f"comm must be rank {self.ep_rank} of {self.ep_size} as in allocate, "
                 f"got rank {comm.get_rank()} of {comm.get_size()}"
             )
-        if self.device.type != "cpu":
-            raise MoEEpPlatformError(f"device must be a CPU to share memory, got {self.device}")
         if self._memory is None:
             self._memory = _native.SegmentedMemory(
-                _native.host_memory(), self.ep_rank, self.ep_size, self.bytes_per_rank
+                memory_kind(self.device), self.ep_rank, self.ep_size, self.bytes_per_rank
             )
-        available_bytes, available_scope = _native.available_memory()
-        return _Probe(
+        return Probe(
             host=HostIdentity.of_this_process(),
-            device=self.device.type,
+            place=place_of(self.device),
             state=self._memory.state,
             segment_bytes=self.bytes_per_rank,
             mapped_bytes=self._memory.mapped_bytes,
-            available_bytes=available_bytes,
-            available_scope=available_scope,
             nonce=secrets.token_bytes(_NONCE_BYTES),
         )
 
-    def _back_own_segment(self, nonce: bytes) -> str:
-        """Make the own memory; return where peers reach this rank ("": alone, nobody needs to)."""
+    def _back_own_segment(self, form: _native.HandleForm, nonce: bytes) -> _Offer:
+        """Make the own memory; return how peers get at it."""
         memory = self._open_memory("allocate")
-        memory.back_own_segment()
+        memory.release()  # what a form that failed has left
+        memory.back_own_segment(form)
         if self.ep_size == 1:
-            return ""
-        self._channel = _native.FdChannel(self.ep_rank, nonce)
+            return _Offer()
         self._handle = memory.share_own_segment()
-        return self._channel.name
+        if self._handle.fabric is not None:
+            return _Offer(fabric=self._handle.fabric)
+        self._channel = _native.FdChannel(self.ep_rank, nonce)
+        return _Offer(channel=self._channel.name)
 
-    def _map_peers(self, names: Sequence[str]) -> None:
-        if self._channel is None or self._handle is None:
+    def _map_peers(self, probes: Sequence[Probe], offers: Sequence[_Offer]) -> None:
+        if self._handle is None:
             return
         memory = self._open_memory("map")
-        handles = self._channel.exchange(
-            self.ep_rank, names, self._round, self._handle, _EXCHANGE_TIMEOUT_SEC
-        )
-        for rank, handle in enumerate(handles):
-            if handle is not None:
+        for rank, handle in enumerate(self._handles_of_peers(offers, self._handle)):
+            if handle is None:
+                continue
+            try:
                 memory.map_peer_segment(rank, handle)
+            except (RuntimeError, OSError) as error:
+                own, peer = probes[self.ep_rank].place, probes[rank].place
+                if not own.gpu:
+                    raise
+                raise mapping_error(own, rank, peer, self.device, error) from error
 
-
-def _check_probes(probes: Sequence[_Probe]) -> None:
-    """Raise the same on all ranks: all see the same probes."""
-    _require_equal("segment_bytes", [p.segment_bytes for p in probes])
-    _require_equal("device", [p.device for p in probes])
-    states = {p.state for p in probes}
-    if states - {"released"} and states != {"mapped"}:
-        table = by_rank({rank: p.state for rank, p in enumerate(probes)})
-        raise MoEEpStateError(f"restore needs all ranks to have released the memory, got {table}.")
-    if len({p.host.boot_id for p in probes}) > 1:
-        hosts = by_rank({rank: p.host for rank, p in enumerate(probes)})
-        raise MoEEpPlatformError(
-            f"shared memory needs all ranks of the group on one host, got {hosts}. "
-            "Across hosts, use the backend torch_dist."
-        )
-    if len({p.host.network for p in probes}) > 1:
-        networks = by_rank({rank: p.host.network for rank, p in enumerate(probes)})
-        raise MoEEpPlatformError(
-            f"shared memory needs all ranks of the group in one network namespace, got {networks}. "
-            "Let the containers share it, or use the backend torch_dist."
-        )
-    if states == {"released"}:
-        _check_available(probes)
-
-
-def _require_equal(name: str, values: Sequence[object]) -> None:
-    if len(set(values)) > 1:
-        table = by_rank(dict(enumerate(values)))
-        raise MoEEpConfigError(f"{name} must be the same on all ranks, got {table}.")
-
-
-def _check_available(probes: Sequence[_Probe]) -> None:
-    """All segments must fit together: a rank alone only knows about its own."""
-    for scope in sorted({p.available_scope for p in probes}):
-        ranks = [p for p in probes if p.available_scope == scope]
-        needed = sum(p.mapped_bytes for p in ranks)
-        available = min(p.available_bytes for p in ranks)
-        if needed > available:
-            raise MoEEpPlatformError(
-                f"{len(ranks)} segments of {ranks[0].mapped_bytes} bytes need {needed} bytes of "
-                f"memory together, {available} are available. Lower max_tokens_per_rank or the "
-                "number of ranks on this host."
-            )
+    def _handles_of_peers(
+        self, offers: Sequence[_Offer], own: _native.ShareableHandle
+    ) -> list[_native.ShareableHandle | None]:
+        """Return the peers' handles by rank, None at the own place."""
+        if self._channel is None:
+            return [
+                None if rank == self.ep_rank else _native.ShareableHandle(offer.fabric, own.bytes)
+                for rank, offer in enumerate(offers)
+            ]
+        names = [offer.channel for offer in offers]
+        return self._channel.exchange(self.ep_rank, names, self._round, own, _EXCHANGE_TIMEOUT_SEC)

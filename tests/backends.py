@@ -1,10 +1,21 @@
-"""Which backends does the contract suite run on? A new backend adds a line to `ALL`."""
+"""Which backends does the contract suite run on, and where? A new backend adds a line to `ALL`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import parent_process
 
 import pytest
+import torch
+
+from moe_ep import CakeAlltoAll, MoEEpCommunication, TorchDistAlltoAll
+from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
+
+GPUS = (ONE_GPU, SPREAD, NCCL)
+USUAL = (CPU, ONE_GPU, NCCL)
+EVERYWHERE = (CPU, *GPUS)
 
 
 @dataclass(frozen=True)
@@ -15,37 +26,85 @@ class Backend:
     extra_bytes: extra_payload_bytes_per_token.
     zero_copy: get_combine_input_buffer returns memory.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
+    devices: where it runs, of tests.ranks.devices.
     """
 
     name: str
+    communication: type[MoEEpCommunication]
     masks: bool = False
     extra_bytes: bool = False
     zero_copy: bool = False
     interruptible: bool = False
-    devices: tuple[str, ...] = ("cpu",)
+    devices: tuple[str, ...] = (CPU,)
 
     def __str__(self) -> str:
         return self.name
 
 
 ALL = (
-    Backend("cake", masks=True, extra_bytes=True, zero_copy=True, interruptible=True),
-    Backend("torch_dist"),
+    Backend(
+        "cake",
+        CakeAlltoAll,
+        masks=True,
+        extra_bytes=True,
+        zero_copy=True,
+        interruptible=True,
+        devices=(CPU, ONE_GPU, SPREAD),
+    ),
+    Backend("torch_dist", TorchDistAlltoAll, devices=(CPU, NCCL)),
 )
 
 
-def on_each(*, having: str | None = None) -> pytest.MarkDecorator:
-    """Run a test with `backend` and `device` for each backend on each of its devices.
+@cache
+def reason_against(backend: Backend, device: str) -> str | None:
+    """Return why a backend cannot be tested there on this machine, or None."""
+    if device == CPU:
+        return None
+    if parent_process() is not None:
+        # A rank imports test modules for their bodies. To ask would initialise CUDA in it, before
+        # it has been told its share of the GPU.
+        return "asked by a rank"
+    return unavailable_reason(device) or backend.communication.unsupported_reason(
+        torch.device("cuda", 0)
+    )
+
+
+def on_each(*, having: str | None = None, devices: Sequence[str] = USUAL) -> pytest.MarkDecorator:
+    """Run a test with `backend` and `device` for each backend on each of its devices that this
+    machine has. (tests/gpu/test_devices.py shows as skipped those that it has not.)
 
     having: the field of Backend that must be true.
+    devices: the only ones to run it on. On GPUs it carries the mark `gpu`. If this machine has
+        none of them, the test is skipped with a reason.
     """
     pairs = [
         (backend, device)
         for backend in ALL
         if having is None or getattr(backend, having)
         for device in backend.devices
+        if device in devices
     ]
-    return pytest.mark.parametrize(("backend", "device"), pairs, ids=str)
+    cases = [
+        pytest.param(backend, device, marks=_marks_of(device))
+        for backend, device in pairs
+        if reason_against(backend, device) is None
+    ]
+    if not cases:
+        backend, device = pairs[0]
+        skip = pytest.mark.skip(reason=f"{backend} on {device}: {reason_against(backend, device)}")
+        cases = [pytest.param(backend, device, marks=[*_marks_of(device), skip])]
+    return pytest.mark.parametrize(("backend", "device"), cases, ids=str)
+
+
+def _marks_of(device: str) -> list[pytest.MarkDecorator]:
+    return [] if device == CPU else [pytest.mark.gpu]
 
 
 every_backend = on_each()
+every_backend_spread_too = on_each(devices=EVERYWHERE)
+# What is about the CPU alone; the test says why.
+on_the_cpu = on_each(devices=(CPU,))
+# Where a wait for a peer is the backend's own. NCCL's names no peer, and its watchdog may end the
+# process first.
+naming_silent_peers = on_each(devices=(CPU, ONE_GPU))
+on_shared_gpus = on_each(devices=(ONE_GPU, SPREAD))

@@ -10,7 +10,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.ranks.launched import LaunchedRanks, is_launched, world_size_problem
+from tests.ranks import devices
+from tests.ranks.launched import (
+    LaunchedRanks,
+    is_launched,
+    take_share_of_gpu,
+    world_size_problem,
+)
 from tests.ranks.pool import RankPool
 from tests.ranks.processes import start_server
 
@@ -25,9 +31,10 @@ class RunOnRanks:
     def __init__(self, processes: RankPool | LaunchedRanks) -> None:
         self._processes = processes
 
-    @property
-    def max_size(self) -> int:
-        """The most ranks there are."""
+    def max_size_on(self, device: str) -> int:
+        """Return the most ranks that can run there."""
+        if device == devices.NCCL:
+            return min(self._processes.max_size, torch.cuda.device_count())
         return self._processes.max_size
 
     def __call__(
@@ -36,7 +43,7 @@ class RunOnRanks:
         body: Callable[..., Any],
         /,
         *,
-        device: str = "cpu",
+        device: str = devices.CPU,
         dedicated: bool = False,
         seconds: float = 30,
         **kwargs: Any,
@@ -44,11 +51,15 @@ class RunOnRanks:
         """Return what `body(context, **kwargs)` returned on each of `size` ranks.
 
         body: a function at module level; its first argument is a RankContext.
-        device: where its RankContext puts tensors.
+        device: where the ranks run, one of tests.ranks.devices. Skips the test where these are too
+            few for so many ranks.
         dedicated: run in new processes and return an Outcome for each: for bodies that die or
             leave.
         seconds: how long it may take; then every rank's stack is printed and the call fails.
         """
+        if device == devices.NCCL and size > torch.cuda.device_count():
+            found = torch.cuda.device_count()
+            pytest.skip(f"needs {size} CUDA devices for {size} ranks over NCCL, found {found}")
         run = self._processes.run_fresh if dedicated else self._processes.run
         return run(size, body, kwargs, device=device, seconds=seconds)
 
@@ -60,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     problem = world_size_problem(os.environ)
     if problem is not None:
         raise pytest.UsageError(problem)
+    if is_launched(os.environ):
+        take_share_of_gpu(os.environ)
     config.stash[_TRUE_STDERR] = os.dup(2)  # pytest captures only later
 
 

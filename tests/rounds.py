@@ -8,9 +8,9 @@ returns what it got; the test compares everything with `moe_ep.reference`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from moe_ep.reference import (
 from tests.bits import assert_same_bits
 from tests.ranks import RankContext
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
@@ -34,6 +36,7 @@ class Round:
 
     tokens_per_rank: runtime_max_tokens_per_rank.
     active_ranks: the ranks that are not masked off; None: no mask is given.
+    mask_on_device: give the mask in the communication's memory; else in the CPU's.
     """
 
     hidden_states: Sequence[Tensor]
@@ -43,6 +46,7 @@ class Round:
     tokens_per_rank: int | None = None
     eplb_local_stats: Sequence[Tensor] | None = None
     active_ranks: Sequence[int] | None = None
+    mask_on_device: bool = False
 
     @property
     def ep_size(self) -> int:
@@ -110,7 +114,8 @@ def play_round(
 
     mask: dict[str, Any] = {}
     if one.active_ranks is not None:
-        mask["active_rank_mask"] = active_rank_mask(one.active_ranks, size)
+        device = communication.device if one.mask_on_device else "cpu"
+        mask["active_rank_mask"] = active_rank_mask(one.active_ranks, size, device)
     result = communication.dispatch(
         mine(one.hidden_states),
         mine(one.topk_ids),
@@ -135,10 +140,36 @@ def play_round(
         output = torch.full(
             shape, float("nan"), dtype=params.token_dtype, device=communication.device
         )
-    combined = communication.combine(partial, output=output, **mask)
+    combined = settled(communication, communication.combine, partial, output=output, **mask)
     if give_output:
         assert combined is output
     return replace(received, combined=combined.cpu().clone())
+
+
+def settled(
+    communication: MoEEpCommunication,
+    call: Callable[..., Result],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Result:
+    """Return what a call of a communication returns when its work is done, or raise what it found.
+
+    On the CPU that is the call itself. On a GPU a call returns at once, and what the device finds
+    (a silent peer, ids of no expert, ranks that disagree) is raised by `check` or the next call.
+    """
+    result = call(*args, **kwargs)
+    if communication.device.type == "cuda":
+        communication.check()
+    return result
+
+
+def on_device_of(communication: MoEEpCommunication, value: Any) -> Any:
+    """Return a CPU tensor on the communication's device; anything else, also a tensor that is
+    meant to be elsewhere, as it is.
+    """
+    on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
+    return value.to(communication.device) if on_cpu else value
 
 
 def copy_of(result: MoEEpDispatchResult) -> Played:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "cake/paths.h"
 #include "core/expert_partition.h"
 #include "core/geometry.h"
 #include "core/geometry_check.h"
@@ -30,7 +31,14 @@ std::vector<int64_t> fields_of(const Geometry& g) {
           g.max_tokens_per_rank,
           g.dispatch_bytes_per_token,
           g.combine_bytes_per_token,
-          g.eplb_stats_num_experts};
+          g.eplb_stats_num_experts,
+          g.low_latency_tokens};
+}
+
+// Bytes from the start of a segment.
+template <Region WorkspaceLayout::* kRegion>
+uint64_t offset_of(const Geometry& g) {
+  return (WorkspaceLayout::of(g).*kRegion).offset;
 }
 
 uint64_t payload_offset(const Geometry& g, int64_t tokens_per_rank,
@@ -55,17 +63,22 @@ void bind_layout(py::module_& m) {
   py::class_<Geometry>(m, "Geometry", "The numbers that size a workspace; the same on every rank.")
       .def(py::init(&valid_geometry), py::kw_only(), py::arg("ep_size"), py::arg("num_experts"),
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
-           py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0)
+           py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
+           py::arg("low_latency_tokens") = 0)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
+      .def_readonly("eplb_stats_num_experts", &Geometry::eplb_stats_num_experts)
+      .def_readonly("low_latency_tokens", &Geometry::low_latency_tokens)
       .def("fields", &fields_of, "The int[] that ops take as `geometry`.")
       .def_property_readonly(
           "segment_bytes", [](const Geometry& g) { return WorkspaceLayout::of(g).segment_bytes; },
           "Bytes of one rank's segment.")
-      .def_property_readonly(
-          "combine_rows_offset",
-          [](const Geometry& g) { return WorkspaceLayout::of(g).combine_rows.offset; })
+      .def_property_readonly("recv_counts_offset", &offset_of<&WorkspaceLayout::recv_counts>)
+      .def_property_readonly("eplb_stats_offset", &offset_of<&WorkspaceLayout::eplb_stats>)
+      .def_property_readonly("topk_ids_offset", &offset_of<&WorkspaceLayout::topk_ids>)
+      .def_property_readonly("topk_weights_offset", &offset_of<&WorkspaceLayout::topk_weights>)
+      .def_property_readonly("combine_rows_offset", &offset_of<&WorkspaceLayout::combine_rows>)
       .def("payload_offset", &payload_offset, py::arg("tokens_per_rank"), py::arg("row_bytes"),
            py::arg("index"), "Byte offset in a segment of the received rows of one payload.");
 
@@ -93,6 +106,10 @@ void bind_layout(py::module_& m) {
       .value("LINEAR", ScaleLayout::kLinear)
       .value("SWIZZLE_128x4", ScaleLayout::kSwizzle128x4)
       .value("SWIZZLE_8x4", ScaleLayout::kSwizzle8x4);
+  m.def("low_latency_tokens", &cake::low_latency_tokens, py::arg("ep_size"), py::arg("top_k"),
+        py::arg("max_tokens_per_rank"), "Up to so many tokens a rank travel as packets on CUDA.");
+  m.def("row_pitch", &row_pitch, py::arg("row_bytes"),
+        "Bytes from one row of the workspace to the next.");
   m.def("rank_mask_words", &rank_mask_words, py::arg("ep_size"), "64-bit words of a rank mask.");
   m.def("quantized_row_bytes", &quantized_row_bytes, py::arg("format"), py::arg("hidden_size"));
   m.def("scales_per_row", &scales_per_row, py::arg("format"), py::arg("hidden_size"));

@@ -16,7 +16,9 @@
 
 #include "bindings/bindings.h"
 #include "memory/available_memory.h"
+#include "memory/cuda_memory.h"
 #include "memory/fd_channel.h"
+#include "memory/gpu_fabric.h"
 #include "memory/handle_exchange.h"
 #include "memory/host_memory.h"
 #include "memory/segmented_memory.h"
@@ -27,6 +29,7 @@ namespace moe_ep::bindings {
 namespace {
 
 using memory::FdChannel;
+using memory::HandleForm;
 using memory::MemoryKind;
 using memory::SegmentedMemory;
 using memory::ShareableHandle;
@@ -53,7 +56,8 @@ struct RangeTensor {
     };
     DLTensor& tensor = managed.dl_tensor;
     tensor.data = owner->base();
-    tensor.device = {kDLCPU, 0};
+    const auto cuda_ordinal = owner->kind().cuda_ordinal();
+    tensor.device = {cuda_ordinal ? kDLCUDA : kDLCPU, cuda_ordinal.value_or(0)};
     tensor.ndim = 2;
     tensor.dtype = {kDLUInt, 8, 1};
     tensor.shape = shape;
@@ -105,7 +109,24 @@ OwnedHandle owned(std::optional<ShareableHandle> handle) {
   return handle ? std::make_unique<ShareableHandle>(std::move(*handle)) : nullptr;
 }
 
-void bind_segmented_memory(py::module_& m) {
+std::unique_ptr<ShareableHandle> fabric_handle(const py::bytes& content, uint64_t bytes) {
+  const std::string_view given = content;
+  ShareableHandle::FabricBytes fabric;
+  if (given.size() != fabric.size()) {
+    throw std::invalid_argument("a FABRIC handle must have 64 bytes, got " +
+                                std::to_string(given.size()));
+  }
+  std::ranges::transform(given, fabric.begin(), [](char c) { return static_cast<std::byte>(c); });
+  return std::make_unique<ShareableHandle>(fabric, bytes);
+}
+
+std::optional<py::bytes> fabric_content(const ShareableHandle& handle) {
+  const auto* fabric = handle.fabric();
+  if (fabric == nullptr) return std::nullopt;
+  return py::bytes(reinterpret_cast<const char*>(fabric->data()), fabric->size());
+}
+
+void bind_memory_kinds(py::module_& m) {
   py::class_<MemoryKind, std::unique_ptr<MemoryKind, py::nodelete>>(
       m, "MemoryKind", "Where physical memory comes from.")
       .def_property_readonly("granularity", &MemoryKind::granularity);
@@ -127,17 +148,55 @@ void bind_segmented_memory(py::module_& m) {
       WithoutGil(),
       "(bytes, scope): what this process may still take; processes of one scope share the bytes.");
 
+  m.def("cuda_memory", &memory::cuda_memory, py::arg("ordinal"), py::return_value_policy::reference,
+        "Memory of a CUDA device. Asks for no device before memory is made.");
+}
+
+// None of these waits for what runs on the device.
+void bind_cuda_devices(py::module_& m) {
+  using memory::CudaDevice;
+  py::class_<CudaDevice>(m, "CudaDevice", "What a rank tells its group about its GPU.")
+      .def_readonly("name", &CudaDevice::name)
+      .def_readonly("uuid", &CudaDevice::uuid)
+      .def_readonly("free_bytes", &CudaDevice::free_bytes);
+  m.def("cuda_device", &memory::cuda_device, py::arg("ordinal"), WithoutGil());
+  m.def("reason_against", &memory::reason_against, py::arg("ordinal"), py::arg("form"),
+        WithoutGil(), "Why the device's memory cannot be shared in this form; empty if it can.");
+  m.def("can_access_peer", &memory::can_access_peer, py::arg("ordinal"), py::arg("peer_uuid"),
+        WithoutGil(), "None where this process does not see the peer.");
+  m.def(
+      "gpu_fabric",
+      [](const std::string& gpu_uuid) -> std::optional<std::tuple<py::bytes, uint32_t>> {
+        std::optional<memory::GpuFabric> fabric;
+        {
+          const py::gil_scoped_release without_gil;
+          fabric = memory::gpu_fabric(gpu_uuid);
+        }
+        if (!fabric) return std::nullopt;
+        return std::make_tuple(py::bytes(fabric->cluster), fabric->clique);
+      },
+      py::arg("gpu_uuid"), "(cluster, clique) of the GPU's NVLink domain, None if it is in none.");
+}
+
+void bind_segmented_memory(py::module_& m) {
+  py::enum_<HandleForm>(m, "HandleForm", "How memory travels to the peers.")
+      .value("FILE_DESCRIPTOR", HandleForm::kFileDescriptor)
+      .value("FABRIC", HandleForm::kFabric);
+
   py::class_<ShareableHandle>(m, "ShareableHandle",
                               "Lets another process map the same memory. Closes itself.")
+      .def(py::init(&fabric_handle), py::arg("fabric"), py::arg("bytes"))
       .def_property_readonly("descriptor", &ShareableHandle::descriptor,
-                             "The file descriptor; -1 once the handle is used up.")
+                             "The file descriptor; -1 once the handle is used up, or FABRIC.")
+      .def_property_readonly("fabric", &fabric_content, "64 bytes; None for a file descriptor.")
       .def_property_readonly("bytes", &ShareableHandle::bytes);
 
   py::class_<SegmentedMemory, std::shared_ptr<SegmentedMemory>>(
       m, "SegmentedMemory", "One range of addresses in which every rank has a segment.")
       .def(py::init<MemoryKind&, int, int, uint64_t>(), py::arg("kind"), py::arg("ep_rank"),
            py::arg("ep_size"), py::arg("segment_bytes"), WithoutGil())
-      .def("back_own_segment", &SegmentedMemory::back_own_segment, WithoutGil(),
+      .def("back_own_segment", &SegmentedMemory::back_own_segment,
+           py::arg("form") = HandleForm::kFileDescriptor, WithoutGil(),
            "New zero-filled memory at the own segment.")
       .def("share_own_segment", &SegmentedMemory::share_own_segment, WithoutGil())
       .def(
@@ -207,7 +266,9 @@ void bind_fd_channel(py::module_& m) {
 }  // namespace
 
 void bind_memory(py::module_& m) {
-  bind_segmented_memory(m);
+  bind_memory_kinds(m);
+  bind_segmented_memory(m);  // with HandleForm, which the next takes
+  bind_cuda_devices(m);
   bind_fd_channel(m);
 }
 

@@ -33,7 +33,7 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
     parallel_for(0, own.round_header(source).num_rows, kRowsPerChunk,
                  [&](int64_t begin, int64_t end) {
                    for (int64_t row = first + begin; row < first + end; ++row) {
-                     copy_row(own.combine_rows() + row * row_bytes,
+                     copy_row(own.combine_row(row, row_bytes),
                               p.expert_output + row * p.expert_output_stride, row_bytes);
                    }
                    copy_row.finish();
@@ -52,7 +52,7 @@ void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& 
   for (; num_rows < g.max_destinations() && slots[num_rows].rank >= 0; ++num_rows) {
     const SendSlot& slot = slots[num_rows];
     rows[num_rows] =
-        Segment(p.workspace, layout, slot.rank).combine_rows() + (first + slot.row) * row_bytes;
+        Segment(p.workspace, layout, slot.rank).combine_row(first + slot.row, row_bytes);
   }
   if (p.quantized == nullptr) {
     reduce_rows(rows, num_rows, p.hidden_size, p.row_type, p.output + token * row_bytes);

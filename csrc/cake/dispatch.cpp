@@ -127,8 +127,8 @@ class RowSender {
       }
       for (int32_t j = 0; j < p_.num_payloads; ++j) {
         const RowsIn& rows = p_.payloads[j];
-        copy_row_(peer.bytes(placement_.offset[j]) + row * rows.row_bytes,
-                  rows.data + token * rows.stride, rows.row_bytes);
+        copy_row_(peer.payload_row(placement_, j, row), rows.data + token * rows.stride,
+                  rows.row_bytes);
       }
     }
   }
@@ -179,7 +179,13 @@ bool headers_agree(const DispatchParams& p, const Segment& own) {
   return true;
 }
 
-// Copies ids, weights and statistics out, and gives the rows without a token the invalid id.
+template <typename T>
+void copy_unless_there(const T* from, int64_t count, T* to) {
+  if (from != to) std::copy_n(from, count, to);
+}
+
+// Brings ids, weights and statistics to where they are wanted, if they are not there already, and
+// gives the rows without a token the invalid id.
 void receive(const DispatchParams& p, const Segment& own) {
   const Geometry& g = p.workspace.geometry;
   for (int32_t source = 0; source < g.ep_size; ++source) {
@@ -188,18 +194,19 @@ void receive(const DispatchParams& p, const Segment& own) {
     const int64_t first = static_cast<int64_t>(source) * p.tokens_per_rank * g.top_k;
     const int64_t used = static_cast<int64_t>(num_rows) * g.top_k;
     const int64_t all = static_cast<int64_t>(p.tokens_per_rank) * g.top_k;
-    std::copy_n(own.topk_ids() + first, used, p.out_topk_ids + first);
+    copy_unless_there(own.topk_ids() + first, used, p.out_topk_ids + first);
     std::fill(p.out_topk_ids + first + used, p.out_topk_ids + first + all,
               static_cast<int32_t>(p.invalid_expert_id));
     if (p.out_topk_weights != nullptr) {
-      std::copy_n(own.topk_weights() + first, used, p.out_topk_weights + first);
+      copy_unless_there(own.topk_weights() + first, used, p.out_topk_weights + first);
       std::fill(p.out_topk_weights + first + used, p.out_topk_weights + first + all, 0.0f);
     }
     p.out_recv_counts[source] = num_rows;
     if (p.out_eplb_stats != nullptr) {
       const int64_t begin = static_cast<int64_t>(source) * g.eplb_stats_num_experts;
       if (active) {
-        std::copy_n(own.eplb_stats() + begin, g.eplb_stats_num_experts, p.out_eplb_stats + begin);
+        copy_unless_there(own.eplb_stats() + begin, g.eplb_stats_num_experts,
+                          p.out_eplb_stats + begin);
       } else {
         std::fill_n(p.out_eplb_stats + begin, g.eplb_stats_num_experts, 0);
       }

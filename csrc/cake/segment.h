@@ -23,10 +23,16 @@ class Segment {
                             static_cast<uint64_t>(owner) * kFlagAlignment);
   }
   SendSlot* send_slots() const { return at<SendSlot>(layout_.send_slots.offset); }
+  int32_t* recv_counts() const { return at<int32_t>(layout_.recv_counts.offset); }
   int32_t* eplb_stats() const { return at<int32_t>(layout_.eplb_stats.offset); }
   int32_t* topk_ids() const { return at<int32_t>(layout_.topk_ids.offset); }
   float* topk_weights() const { return at<float>(layout_.topk_weights.offset); }
-  uint8_t* combine_rows() const { return at<uint8_t>(layout_.combine_rows.offset); }
+  uint8_t* combine_row(int64_t row, int64_t row_bytes) const {
+    return bytes(layout_.combine_rows.offset + static_cast<uint64_t>(row) * row_pitch(row_bytes));
+  }
+  uint8_t* payload_row(const PayloadPlacement& placement, int32_t payload, int64_t row) const {
+    return bytes(placement.offset[payload] + static_cast<uint64_t>(row) * placement.pitch[payload]);
+  }
   uint8_t* bytes(uint64_t offset) const { return base_ + offset; }
 
  private:

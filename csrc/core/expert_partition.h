@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/fast_divide.h"
 #include "core/host_device.h"
 
 namespace moe_ep {
@@ -19,7 +20,9 @@ class ExpertPartition {
       : num_experts_(num_experts),
         small_(num_experts / ep_size),
         num_large_(num_experts % ep_size),
-        end_of_large_(num_large_ * (small_ + 1)) {}
+        end_of_large_(num_large_ * (small_ + 1)),
+        by_large_(small_ + 1),
+        by_small_(small_ > 0 ? small_ : 1) {}
 
   MOE_EP_HOST_DEVICE constexpr ExpertRange of_rank(int32_t rank) const {
     const bool large = rank < num_large_;
@@ -27,11 +30,13 @@ class ExpertPartition {
   }
 
   // The owner of an expert; `expert` must be in [0, num_experts). With fewer experts than ranks
-  // every block is either of one expert or empty, and the division by `small_ == 0` is never
-  // reached.
+  // every block is either of one expert or empty, and the second division is never reached.
   MOE_EP_HOST_DEVICE constexpr int32_t owner_of(int32_t expert) const {
-    return expert < end_of_large_ ? expert / (small_ + 1)
-                                  : num_large_ + (expert - end_of_large_) / small_;
+    // Selects, then divides once: lanes with experts of both kinds do not part.
+    const bool large = expert < end_of_large_;
+    const FastDivider by = large ? by_large_ : by_small_;
+    const int32_t owner = by.divide(large ? expert : expert - end_of_large_);
+    return large ? owner : num_large_ + owner;
   }
 
   MOE_EP_HOST_DEVICE constexpr bool contains(int64_t expert) const {
@@ -43,6 +48,8 @@ class ExpertPartition {
   int32_t small_;         // experts of the ranks with the smaller share
   int32_t num_large_;     // ranks with one expert more
   int32_t end_of_large_;  // first expert behind those ranks
+  FastDivider by_large_;
+  FastDivider by_small_;
 };
 
 }  // namespace moe_ep

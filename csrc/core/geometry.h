@@ -15,6 +15,7 @@ struct Geometry {
   int64_t dispatch_bytes_per_token;  // all payload rows of one token together
   int64_t combine_bytes_per_token;   // one expert output row
   int32_t eplb_stats_num_experts;    // 0: no statistics travel
+  int32_t low_latency_tokens;        // per rank; up to so many travel as packets. 0: never
 
   // A token has at most one row on a rank, and at most one rank for each of its picks.
   MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
@@ -31,7 +32,8 @@ struct Geometry {
                                static_cast<uint64_t>(max_tokens_per_rank),
                                static_cast<uint64_t>(dispatch_bytes_per_token),
                                static_cast<uint64_t>(combine_bytes_per_token),
-                               static_cast<uint64_t>(eplb_stats_num_experts)};
+                               static_cast<uint64_t>(eplb_stats_num_experts),
+                               static_cast<uint64_t>(low_latency_tokens)};
     uint64_t hash = 0xcbf29ce484222325u;
     for (const uint64_t field : fields) {
       for (int shift = 0; shift < 64; shift += 8) {

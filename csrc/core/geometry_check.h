@@ -21,7 +21,8 @@ inline int64_t require_in_range(const char* name, int64_t value, int64_t low, in
 // Throws std::invalid_argument that names the field, the limit and the value.
 inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top_k,
                                int64_t max_tokens_per_rank, int64_t dispatch_bytes_per_token,
-                               int64_t combine_bytes_per_token, int64_t eplb_stats_num_experts) {
+                               int64_t combine_bytes_per_token, int64_t eplb_stats_num_experts,
+                               int64_t low_latency_tokens) {
   constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
   const auto in_range = [](const char* name, int64_t value, int64_t low, int64_t high) {
     return static_cast<int32_t>(require_in_range(name, value, low, high));
@@ -37,6 +38,8 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
       require_in_range("combine_bytes_per_token", combine_bytes_per_token, 1, kMaxSegmentBytes);
   g.eplb_stats_num_experts =
       in_range("eplb_stats_num_experts", eplb_stats_num_experts, 0, g.num_experts);
+  g.low_latency_tokens =
+      in_range("low_latency_tokens", low_latency_tokens, 0, g.max_tokens_per_rank);
   // Divided, not multiplied: the products of the layout are known to fit 64 bits only after this.
   const int64_t bytes_per_row = g.dispatch_bytes_per_token + g.combine_bytes_per_token +
                                 g.top_k * static_cast<int64_t>(sizeof(int32_t) + sizeof(float));

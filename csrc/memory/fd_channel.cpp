@@ -151,6 +151,10 @@ FdChannel::FdChannel(int rank, const GroupNonce& nonce)
 
 void FdChannel::send(const std::string& peer_name, uint32_t round, const ShareableHandle* handle,
                      const Patience& patience) const {
+  if (handle != nullptr && handle->form() != HandleForm::kFileDescriptor) {
+    throw std::invalid_argument(std::string("a socket carries file descriptors, got a ") +
+                                name_of(handle->form()));
+  }
   const FileDescriptor socket = open_socket();
   connect_to(socket, peer_name, patience);
 

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -57,7 +58,8 @@ class HostMemory final : public MemoryKind {
 
   void free_reserved(std::byte* base, uint64_t bytes) noexcept override { munmap(base, bytes); }
 
-  PhysicalId create(uint64_t bytes) override {
+  PhysicalId create(uint64_t bytes, HandleForm form) override {
+    require_descriptor(form);
     // The kernel does not refuse a memfd that is too large: it kills a process when memory runs
     // out.
     const AvailableMemory available = available_memory();
@@ -83,13 +85,15 @@ class HostMemory final : public MemoryKind {
 
   void destroy(PhysicalId id) noexcept override { FileDescriptor(as_descriptor(id)).reset(); }
 
-  ShareableHandle export_handle(PhysicalId id, uint64_t bytes) override {
+  ShareableHandle export_handle(PhysicalId id, uint64_t bytes, HandleForm form) override {
+    require_descriptor(form);
     const int fd = fcntl(as_descriptor(id), F_DUPFD_CLOEXEC, 0);
     if (fd < 0) throw_system_error("cannot export a handle of shared memory");
     return ShareableHandle(FileDescriptor(fd), bytes);
   }
 
   PhysicalId import_handle(ShareableHandle handle) override {
+    require_descriptor(handle.form());
     struct stat status{};
     if (fstat(handle.descriptor(), &status) != 0) {
       throw_system_error("cannot import a handle of shared memory");
@@ -116,6 +120,12 @@ class HostMemory final : public MemoryKind {
   }
 
  private:
+  static void require_descriptor(HandleForm form) {
+    if (form == HandleForm::kFileDescriptor) return;
+    throw std::invalid_argument(
+        std::string("the memory of CPUs is shared by file descriptors, got a ") + name_of(form));
+  }
+
   // One system call, so that no other thread's mmap can get hold of the addresses in between.
   static void replace(std::byte* at, uint64_t bytes, int protection, int flags, int fd) {
     if (mmap(at, bytes, protection, flags | MAP_FIXED, fd, 0) == MAP_FAILED) {

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "memory/shareable_handle.h"
 
@@ -21,6 +22,9 @@ class MemoryKind {
  public:
   virtual ~MemoryKind() = default;
 
+  // The CUDA device whose memory it is; none: the memory of CPUs.
+  virtual std::optional<int> cuda_ordinal() const { return std::nullopt; }
+
   // A power of two: what can be mapped at once, and where it can start.
   virtual uint64_t granularity() const = 0;
 
@@ -29,17 +33,19 @@ class MemoryKind {
   virtual void free_reserved(std::byte* base, uint64_t bytes) noexcept = 0;
 
   // Physical memory without an address, zero-filled and all there: no later write can fail for lack
-  // of memory. destroy() drops one reference; mappings and handles hold their own.
-  virtual PhysicalId create(uint64_t bytes) = 0;
+  // of memory. Can be exported in this form of handle only. destroy() drops one reference; mappings
+  // and descriptors hold their own.
+  virtual PhysicalId create(uint64_t bytes, HandleForm form) = 0;
   virtual void destroy(PhysicalId id) noexcept = 0;
 
-  virtual ShareableHandle export_handle(PhysicalId id, uint64_t bytes) = 0;
-  // Consumes the handle and checks that the memory behind it is as large as it says.
+  virtual ShareableHandle export_handle(PhysicalId id, uint64_t bytes, HandleForm form) = 0;
+  // Consumes the handle. Memory that is not as large as it says is refused here or by map().
   virtual PhysicalId import_handle(ShareableHandle handle) = 0;
 
   // Puts all of `id` at reserved addresses, for reading and writing.
   virtual void map(std::byte* at, uint64_t bytes, PhysicalId id) = 0;
-  // The addresses are reserved again: touching them faults.
+  // Waits until the device no longer works on the memory. The addresses are reserved again:
+  // touching them faults.
   virtual void unmap(std::byte* at, uint64_t bytes) = 0;
 };
 

@@ -4,17 +4,21 @@
 
 namespace moe_ep::memory {
 
-PhysicalAllocation PhysicalAllocation::create(MemoryKind& kind, uint64_t bytes) {
-  return {kind, kind.create(bytes), bytes};
+PhysicalAllocation PhysicalAllocation::create(MemoryKind& kind, uint64_t bytes, HandleForm form) {
+  return {kind, kind.create(bytes, form), bytes, form};
 }
 
 PhysicalAllocation PhysicalAllocation::import(MemoryKind& kind, ShareableHandle handle) {
   const uint64_t bytes = handle.bytes();
-  return {kind, kind.import_handle(std::move(handle)), bytes};
+  const HandleForm form = handle.form();
+  return {kind, kind.import_handle(std::move(handle)), bytes, form};
 }
 
 PhysicalAllocation::PhysicalAllocation(PhysicalAllocation&& other) noexcept
-    : kind_(std::exchange(other.kind_, nullptr)), id_(other.id_), bytes_(other.bytes_) {}
+    : kind_(std::exchange(other.kind_, nullptr)),
+      id_(other.id_),
+      bytes_(other.bytes_),
+      form_(other.form_) {}
 
 PhysicalAllocation::~PhysicalAllocation() {
   if (kind_ != nullptr) kind_->destroy(id_);

@@ -63,9 +63,9 @@ SegmentedMemory::SegmentedMemory(MemoryKind& kind, int ep_rank, int ep_size, uin
       range_(kind, geometry_.range_bytes),
       segments_(static_cast<size_t>(ep_size)) {}
 
-void SegmentedMemory::back_own_segment() {
+void SegmentedMemory::back_own_segment(HandleForm form) {
   require(State::kReleased, "back_own_segment");
-  auto memory = PhysicalAllocation::create(range_.kind(), geometry_.mapped_bytes);
+  auto memory = PhysicalAllocation::create(range_.kind(), geometry_.mapped_bytes, form);
   segments_[ep_rank_].emplace(range_, offset_of(ep_rank_), memory);
   own_memory_.emplace(std::move(memory));
   state_ = State::kJoining;
@@ -123,7 +123,9 @@ void SegmentedMemory::require(State wanted, const char* step) const {
 void SegmentedMemory::become_mapped_when_complete() {
   if (!std::ranges::all_of(segments_, [](const auto& segment) { return segment.has_value(); }))
     return;
-  own_memory_.reset();  // its mapping holds the memory; no descriptor stays open
+  // Its mapping holds the memory; no descriptor stays open. A peer may still have to import it by a
+  // FABRIC handle, which finds the memory only while its owner has it open.
+  if (own_memory_->form() == HandleForm::kFileDescriptor) own_memory_.reset();
   state_ = State::kMapped;
 }
 

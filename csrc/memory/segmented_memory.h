@@ -40,8 +40,9 @@ class SegmentedMemory {
   SegmentedMemory(const SegmentedMemory&) = delete;
   SegmentedMemory& operator=(const SegmentedMemory&) = delete;
 
-  // This rank's new memory, mapped at its own segment. With ep_size 1 that is all.
-  void back_own_segment();
+  // This rank's new memory, mapped at its own segment. With ep_size 1 that is all. form: in which
+  // the peers get it.
+  void back_own_segment(HandleForm form);
   // For the peers to import. Only while joining.
   ShareableHandle share_own_segment() const;
   // Maps the memory behind a peer's handle at that peer's segment.
@@ -57,6 +58,7 @@ class SegmentedMemory {
   int ep_size() const { return static_cast<int>(segments_.size()); }
   const RangeGeometry& geometry() const { return geometry_; }
   std::byte* base() const { return range_.base(); }
+  const MemoryKind& kind() const { return range_.kind(); }
 
  private:
   void require(State wanted, const char* step) const;
@@ -67,7 +69,7 @@ class SegmentedMemory {
   RangeGeometry geometry_;
   State state_ = State::kReleased;
   AddressRange range_;                            // before what lies in it: freed last
-  std::optional<PhysicalAllocation> own_memory_;  // while joining, so that it can be shared
+  std::optional<PhysicalAllocation> own_memory_;  // while it can be shared
   std::vector<std::optional<Mapping>> segments_;  // by rank
 };
 

@@ -7,6 +7,7 @@
 
 #include "cake/cpu.h"
 #include "ops/errors.h"
+#include "ops/round_errors.h"
 #include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
@@ -23,9 +24,7 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
                           int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
   const cake::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const Geometry& g = view.geometry;
-  check(row_bytes.size() <= kMaxPayloads && index >= 0 &&
-            index < static_cast<int64_t>(row_bytes.size()),
-        "index must name one of the payloads");
+  const PayloadPlacement placement = placement_from(g, tokens_per_rank, row_bytes, index);
   const ControlBlock& control = initialised_control(view);
   check_state(control.phase == Phase::kDispatch && control.tokens_per_rank == tokens_per_rank,
               "received rows can be read between the dispatch they belong to and its combine only");
@@ -36,20 +35,21 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
     check(header.row_bytes[i] == row_bytes[i], "payload ", i, " has rows of ", header.row_bytes[i],
           " bytes in this round, got ", row_bytes[i]);
   }
-  const PayloadPlacement placement = PayloadPlacement::of(g, tokens_per_rank, row_bytes.data(),
-                                                          static_cast<int32_t>(row_bytes.size()));
-  const size_t block = static_cast<size_t>(tokens_per_rank * row_bytes[index]);
+  const auto row = static_cast<size_t>(row_bytes[index]);
   Tensor rows =
       torch::stable::empty({g.ep_size * tokens_per_rank, row_bytes[index]}, ScalarType::Byte);
   auto* to = static_cast<uint8_t*>(rows.mutable_data_ptr());
-  const uint8_t* from = own.bytes(placement.offset[index]);
-  for (int32_t source = 0; source < g.ep_size; ++source, to += block, from += block) {
+  for (int32_t source = 0; source < g.ep_size; ++source) {
     // A masked source has an old header or none: its rows hold no token.
     const RoundHeader& h = own.round_header(source);
-    const size_t used =
-        h.dispatched == control.epoch ? static_cast<size_t>(h.num_rows * row_bytes[index]) : 0;
-    std::memcpy(to, from, used);
-    std::memset(to + used, 0, block - used);
+    const int64_t used = h.dispatched == control.epoch ? h.num_rows : 0;
+    const int64_t first = source * tokens_per_rank;
+    for (int64_t i = 0; i < used; ++i, to += row) {
+      std::memcpy(to, own.payload_row(placement, static_cast<int32_t>(index), first + i), row);
+    }
+    const size_t empty = static_cast<size_t>(tokens_per_rank - used) * row;
+    std::memset(to, 0, empty);
+    to += empty;
   }
   return rows;
 }
@@ -57,9 +57,14 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
 void cake_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const cake::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   auto& control = *reinterpret_cast<ControlBlock*>(view.segment(view.ep_rank));
-  if (control.timeout.recorded) raise_timeout(control, view);
-  raise_invalid_ids(initialised_control(view), view);
+  if (control.timeout.recorded) raise_timeout(control.timeout, view);
+  const InvalidIdRecord invalid = initialised_control(view).invalid_id;
+  control.invalid_id.count = 0;
+  if (invalid.count != 0) raise_invalid_ids(invalid, view);
 }
+
+// The process keeps nothing about a workspace in host memory besides the workspace itself.
+void cake_forget(Tensor /*workspace*/, std::vector<int64_t> /*geometry*/, int64_t /*ep_rank*/) {}
 
 }  // namespace
 
@@ -67,6 +72,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
   m.impl("cake_initialize", TORCH_BOX(&cake_initialize));
   m.impl("cake_received_rows", TORCH_BOX(&cake_received_rows));
   m.impl("cake_check", TORCH_BOX(&cake_check));
+  m.impl("cake_forget", TORCH_BOX(&cake_forget));
 }
 
 }  // namespace moe_ep::ops

@@ -3,34 +3,43 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "core/limits.h"
 #include "core/rank_mask.h"
 #include "ops/errors.h"
+#include "ops/expert_ids.h"
 #include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
-namespace {
 
-void sanitize_expert_ids(Tensor topk_ids, Tensor recv_token_counts, int64_t invalid_expert_id) {
+SanitizeArgs sanitize_args(const Tensor& topk_ids, const Tensor& recv_token_counts,
+                           int64_t invalid_expert_id) {
   check(
       topk_ids.scalar_type() == ScalarType::Int && topk_ids.dim() == 3 && topk_ids.is_contiguous(),
       "topk_ids must be contiguous [ep_size, tokens_per_rank, top_k]");
   check(recv_token_counts.dim() == 1 && recv_token_counts.size(0) == topk_ids.size(0) &&
             recv_token_counts.is_contiguous(),
         "recv_token_counts must be contiguous [ep_size=", topk_ids.size(0), "]");
-  check(invalid_expert_id >= std::numeric_limits<int32_t>::min() &&
-            invalid_expert_id <= std::numeric_limits<int32_t>::max(),
-        "invalid_expert_id must fit int32, got ", invalid_expert_id);
-  auto* ids = static_cast<int32_t*>(topk_ids.mutable_data_ptr());
-  const auto* counts = static_cast<const int32_t*>(recv_token_counts.const_data_ptr());
-  const int64_t block = topk_ids.size(1) * topk_ids.size(2);
-  for (int64_t source = 0; source < topk_ids.size(0); ++source) {
-    const int64_t used =
-        std::clamp<int64_t>(counts[source], 0, topk_ids.size(1)) * topk_ids.size(2);
-    std::fill(ids + source * block + used, ids + (source + 1) * block,
-              static_cast<int32_t>(invalid_expert_id));
+  check_dtype(recv_token_counts.scalar_type() == ScalarType::Int,
+              "recv_token_counts must be int32");
+  check(recv_token_counts.device() == topk_ids.device(),
+        "recv_token_counts must be on the device of topk_ids");
+  return {static_cast<int32_t*>(topk_ids.mutable_data_ptr()),
+          static_cast<const int32_t*>(recv_token_counts.const_data_ptr()),
+          topk_ids.size(0),
+          topk_ids.size(1),
+          topk_ids.size(2),
+          checked_invalid_expert_id(invalid_expert_id)};
+}
+
+namespace {
+
+void sanitize_expert_ids(Tensor topk_ids, Tensor recv_token_counts, int64_t invalid_expert_id) {
+  const SanitizeArgs a = sanitize_args(topk_ids, recv_token_counts, invalid_expert_id);
+  const int64_t block = a.tokens_per_rank * a.top_k;
+  for (int64_t source = 0; source < a.num_sources; ++source) {
+    const int64_t used = std::clamp<int64_t>(a.counts[source], 0, a.tokens_per_rank) * a.top_k;
+    std::fill(a.ids + source * block + used, a.ids + (source + 1) * block, a.invalid_expert_id);
   }
 }
 

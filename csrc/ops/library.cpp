@@ -5,34 +5,41 @@
 // functionalisation has no reason to clone it.
 #include <torch/csrc/stable/library.h>
 
+// enable_pdl: whether a kernel may start while the one before it still runs; nothing on the CPU.
 STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def("cake_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
-      "cake_dispatch(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, Tensor[] "
-      "payloads, "
-      "Tensor? eplb_local_stats, Tensor? active_rank_mask, int[] geometry, int ep_rank, "
-      "int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec) "
-      "-> (Tensor topk_ids, Tensor topk_weights, Tensor recv_token_counts, Tensor "
-      "eplb_gathered_stats)");
+      "cake_dispatch(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, "
+      "Tensor[] payloads, Tensor? eplb_local_stats, Tensor? active_rank_mask, int[] geometry, "
+      "int ep_rank, int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec, "
+      "bool enable_pdl=True) -> (Tensor topk_ids, Tensor topk_weights, Tensor recv_token_counts, "
+      "Tensor eplb_gathered_stats)");
+  // For eager code and captured graphs, which read the results in the workspace itself.
   m.def(
-      "cake_received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, SymInt "
-      "tokens_per_rank, "
-      "int[] row_bytes, int index) -> Tensor");
+      "cake_dispatch_in_place(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, "
+      "Tensor[] payloads, Tensor? eplb_local_stats, Tensor? active_rank_mask, int[] geometry, "
+      "int ep_rank, int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec, "
+      "bool enable_pdl=True) -> ()");
+  m.def(
+      "cake_received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, "
+      "SymInt tokens_per_rank, int[] row_bytes, int index) -> Tensor");
   m.def(
       "cake_combine(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt num_tokens, SymInt tokens_per_rank, int hidden_size, "
-      "ScalarType dtype, int timeout_sec) -> Tensor");
+      "ScalarType dtype, int timeout_sec, bool enable_pdl=True) -> Tensor");
   m.def(
       "cake_combine_out(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
-      "int[] geometry, int ep_rank, SymInt tokens_per_rank, int timeout_sec, Tensor(b!) output) -> "
-      "()");
+      "int[] geometry, int ep_rank, SymInt tokens_per_rank, int timeout_sec, Tensor(b!) output, "
+      "bool enable_pdl=True) -> ()");
   m.def(
-      "cake_combine_quantized(Tensor(a!) workspace, Tensor? expert_output, Tensor? "
-      "active_rank_mask, "
-      "int[] geometry, int ep_rank, SymInt num_tokens, SymInt tokens_per_rank, int hidden_size, "
-      "ScalarType dtype, int timeout_sec, int format, int scale_layout, float scalar_scale) "
+      "cake_combine_quantized(Tensor(a!) workspace, Tensor? expert_output, "
+      "Tensor? active_rank_mask, int[] geometry, int ep_rank, SymInt num_tokens, "
+      "SymInt tokens_per_rank, int hidden_size, ScalarType dtype, int timeout_sec, int format, "
+      "int scale_layout, float scalar_scale, bool enable_pdl=True) "
       "-> (Tensor values, Tensor scales)");
   m.def("cake_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  // Lets go of what the process keeps about a workspace outside of it; before the workspace ends.
+  m.def("cake_forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
       "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
       "-> ()");

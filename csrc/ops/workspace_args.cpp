@@ -5,6 +5,7 @@
 
 #include "core/geometry_check.h"
 #include "ops/errors.h"
+#include "ops/round_errors.h"
 
 namespace moe_ep::ops {
 namespace {
@@ -35,9 +36,9 @@ void set_interrupt_check(int64_t address) {
 }
 
 Geometry geometry_from(const std::vector<int64_t>& f) {
-  check(f.size() == 7, "geometry must have 7 fields, got ", f.size());
+  check(f.size() == 8, "geometry must have 8 fields, got ", f.size());
   try {
-    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6]);
+    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]);
   } catch (const std::invalid_argument& error) {
     fail("MoEEpConfigError", error.what());
   }
@@ -61,34 +62,57 @@ cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, i
   return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), g, interrupt_check};
 }
 
+void check_device(const char* name, const Tensor& tensor, const Tensor& workspace) {
+  const bool same = tensor.is_cpu() ? workspace.is_cpu()
+                                    : tensor.is_cuda() && workspace.is_cuda() &&
+                                          tensor.get_device_index() == workspace.get_device_index();
+  check(same, name, " must be on the device of the workspace");
+}
+
+void raise_not_initialised() {
+  fail("MoEEpStateError",
+       "the workspace was not initialised: call initialize() "
+       "on every rank, then a barrier, before the first dispatch");
+}
+
+void raise_other_geometry() {
+  fail("MoEEpStateError", "the workspace was initialised for another geometry");
+}
+
+void raise_copy() {
+  fail("MoEEpStateError",
+       "this workspace tensor is a copy of the shared one, and the peers do not write into "
+       "copies. torch.compile makes such a copy when a view of the workspace is used after the "
+       "next dispatch: clone() what must outlive the round, before combine");
+}
+
+void check_initialised(const ControlBlock& control, const Geometry& geometry) {
+  if (control.magic != kWorkspaceMagic) raise_not_initialised();
+  if (control.fingerprint != geometry.fingerprint()) raise_other_geometry();
+}
+
 ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
   auto& control = *reinterpret_cast<ControlBlock*>(workspace.segment(workspace.ep_rank));
-  check_state(control.magic == kWorkspaceMagic,
-              "the workspace was not initialised: call initialize() "
-              "on every rank, then a barrier, before the first dispatch");
-  check_state(control.fingerprint == workspace.geometry.fingerprint(),
-              "the workspace was initialised for another geometry");
-  check_state(
-      workspace.geometry.ep_size == 1 ||
-          control.self_address == reinterpret_cast<uint64_t>(workspace.base),
-      "this workspace tensor is a copy of the shared one, and the peers do not write into "
-      "copies. torch.compile makes such a copy when a view of the workspace is used after the "
-      "next dispatch: clone() what must outlive the round, before combine");
-  check_state(
-      control.timeout.recorded == 0, "a wait on rank ", control.timeout.peer,
-      " timed out earlier, so the ranks are out of step: destroy this communication and create "
-      "it again, without that rank if it is dead");
+  check_initialised(control, workspace.geometry);
+  const bool is_original = control.self_address == reinterpret_cast<uint64_t>(workspace.base);
+  if (workspace.geometry.ep_size > 1 && !is_original) raise_copy();
+  if (control.timeout.recorded != 0) raise_timed_out_earlier(control.timeout);
   return control;
 }
 
-RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& g, int64_t ep_rank) {
-  if (!mask.has_value()) return RankMask::all(g.ep_size);
+ActiveRanks active_ranks_from(const std::optional<Tensor>& mask, const Tensor& workspace,
+                              const Geometry& g, int64_t ep_rank) {
+  if (!mask.has_value()) return {RankMask::all(g.ep_size), nullptr};
   const int32_t words = rank_mask_words(g.ep_size);
   check_dtype(mask->scalar_type() == ScalarType::UInt64, "active_rank_mask must be uint64");
   check(mask->dim() == 1 && mask->size(0) == words, "active_rank_mask must have shape [", words,
         "] for ", g.ep_size, " ranks; active_rank_mask(ranks, ep_size) makes one");
   check(words == 1 || mask->stride(0) == 1, "active_rank_mask must be contiguous");
   const auto* given = static_cast<const uint64_t*>(mask->const_data_ptr());
+  if (!mask->is_cpu()) {
+    check_device("active_rank_mask", *mask, workspace);
+    return {{}, given};
+  }
   RankMask active;
   for (int32_t rank = 0; rank < g.ep_size; ++rank) {
     if ((given[rank / kRanksPerMaskWord] >> (rank % kRanksPerMaskWord)) & 1) active.insert(rank);
@@ -98,7 +122,7 @@ RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& g,
         "active_rank_mask must name ranks below ep_size=", g.ep_size, " only");
   check(active.contains(static_cast<int32_t>(ep_rank)),
         "active_rank_mask must contain the caller's own rank ", ep_rank);
-  return active;
+  return {active, nullptr};
 }
 
 int32_t checked_timeout(int64_t timeout_sec) {
@@ -109,36 +133,27 @@ int32_t checked_tokens_per_rank(int64_t tokens_per_rank, const Geometry& g) {
   return bounded("tokens_per_rank", tokens_per_rank, 0, g.max_tokens_per_rank);
 }
 
-void raise_invalid_ids(ControlBlock& control, const cake::WorkspaceView& workspace) {
-  const InvalidIdRecord record = control.invalid_id;
-  control.invalid_id.count = 0;
-  if (record.count == 0) return;
-  fail("MoEEpInputError", "rank ", workspace.ep_rank, " passed ", record.count,
-       " expert id(s) outside [0, ", workspace.geometry.num_experts, "), the first at token ",
-       record.token, ", slot ", record.slot, ": ", record.expert_id,
-       ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
+int32_t checked_invalid_expert_id(int64_t invalid_expert_id) {
+  check(invalid_expert_id >= std::numeric_limits<int32_t>::min() &&
+            invalid_expert_id <= std::numeric_limits<int32_t>::max(),
+        "invalid_expert_id must fit int32, got ", invalid_expert_id);
+  return static_cast<int32_t>(invalid_expert_id);
 }
 
-void raise_timeout(const ControlBlock& control, const cake::WorkspaceView& workspace) {
-  const TimeoutRecord& record = control.timeout;
-  if (epoch_reached(record.epoch_seen, record.epoch_expected)) {
-    fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " met rank ", record.peer, " in ",
-         phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
-         " expected, ", record.epoch_seen,
-         " seen): a call failed on one of them only. Re-create the "
-         "communication on all ranks.");
+PayloadPlacement placement_from(const Geometry& g, int64_t tokens_per_rank,
+                                const std::vector<int64_t>& row_bytes, int64_t index) {
+  check(row_bytes.size() <= kMaxPayloads && index >= 0 &&
+            index < static_cast<int64_t>(row_bytes.size()),
+        "index must name one of the payloads");
+  int64_t left = g.dispatch_bytes_per_token;
+  for (const int64_t bytes : row_bytes) {
+    check(bytes >= 0 && bytes <= left,
+          "row_bytes must not be negative or more than dispatch_bytes_per_token=",
+          g.dispatch_bytes_per_token, " together");
+    left -= bytes;
   }
-  fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
-       phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
-       " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
-       " may be dead, slow, or in another number of rounds; mask it or re-create the "
-       "communication.");
-}
-
-void raise_interrupt() {
-  fail("Interrupted",
-       "a signal handler ended the wait; the round is lost, re-create the "
-       "communication on all ranks");
+  return PayloadPlacement::of(g, checked_tokens_per_rank(tokens_per_rank, g), row_bytes.data(),
+                              static_cast<int32_t>(row_bytes.size()));
 }
 
 void check_outside_workspace(const char* name, const Tensor& tensor,
@@ -155,8 +170,10 @@ bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace) 
   const WorkspaceLayout layout = WorkspaceLayout::of(workspace.geometry);
   const uint8_t* begin = workspace.segment(workspace.ep_rank) + layout.combine_rows.offset;
   if (!overlaps(rows, begin, begin + layout.combine_rows.bytes)) return false;
-  const bool dense = rows.size(0) <= 1 || rows.stride(0) == rows.size(1);
-  check(dense && rows.const_data_ptr() == begin,
+  const auto element = static_cast<int64_t>(rows.element_size());
+  const auto pitch = static_cast<int64_t>(row_pitch(rows.size(1) * element));
+  const bool in_place = rows.size(0) <= 1 || rows.stride(0) * element == pitch;
+  check(in_place && rows.const_data_ptr() == begin,
         "expert_output overlaps the combine input buffer "
         "without being it: hand in the buffer itself, or a tensor of your own");
   return true;

@@ -1,4 +1,5 @@
-// From op arguments to the plain structs of the transports, with the checks that keep memory safe.
+// From op arguments to the plain structs of the transports, with the checks that keep memory safe:
+// what all ops on a workspace share.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -23,24 +24,36 @@ Geometry geometry_from(const std::vector<int64_t>& fields);
 cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry,
                                    int64_t ep_rank);
 
+// Raises unless the tensor is where the workspace is.
+void check_device(const char* name, const Tensor& tensor, const Tensor& workspace);
+
 // Raises unless `initialize` prepared this very memory for this geometry, and unless no wait on it
 // ever timed out. A workspace of one rank may be a copy (tests of the ops make copies); with peers
 // a copy is always a mistake, since they go on writing into the original.
 ControlBlock& initialised_control(const cake::WorkspaceView& workspace);
 
-RankMask active_ranks_from(const std::optional<Tensor>& mask, const Geometry& geometry,
-                           int64_t ep_rank);
+// The same, of a control block that lies elsewhere; `self_address` is not looked at.
+void check_initialised(const ControlBlock& control, const Geometry& geometry);
+[[noreturn]] void raise_not_initialised();
+[[noreturn]] void raise_other_geometry();
+[[noreturn]] void raise_copy();
+
+struct ActiveRanks {
+  RankMask fixed;
+  const uint64_t* on_device;  // null: `fixed`. Else in device memory, and read at run time only
+};
+
+// mask: in host memory, or where the workspace is.
+ActiveRanks active_ranks_from(const std::optional<Tensor>& mask, const Tensor& workspace,
+                              const Geometry& geometry, int64_t ep_rank);
 
 int32_t checked_timeout(int64_t timeout_sec);
 int32_t checked_tokens_per_rank(int64_t tokens_per_rank, const Geometry& geometry);
+int32_t checked_invalid_expert_id(int64_t invalid_expert_id);
 
-// Raises MoEEpInputError and forgets the record, if the round in flight had invalid ids.
-void raise_invalid_ids(ControlBlock& control, const cake::WorkspaceView& workspace);
-[[noreturn]] void raise_timeout(const ControlBlock& control, const cake::WorkspaceView& workspace);
-[[noreturn]] void raise_interrupt();
-
-// address: of an InterruptCheck for all waits of this process; 0: none.
-void set_interrupt_check(int64_t address);
+// Where the payloads lie whose rows have these many bytes.
+PayloadPlacement placement_from(const Geometry& geometry, int64_t tokens_per_rank,
+                                const std::vector<int64_t>& row_bytes, int64_t index);
 
 // For what a round reads or writes while peers write and read the workspace.
 void check_outside_workspace(const char* name, const Tensor& tensor,
@@ -48,5 +61,8 @@ void check_outside_workspace(const char* name, const Tensor& tensor,
 // Whether `rows` [n, columns] are the workspace's own combine rows, in place already. Raises where
 // they only overlap them.
 bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace);
+
+// address: of an InterruptCheck for all waits of this process; 0: none.
+void set_interrupt_check(int64_t address);
 
 }  // namespace moe_ep::ops

@@ -6,50 +6,33 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
-from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.cake import kernels
+from moe_ep.cake import kernels, received
 from moe_ep.cake.config import CakeAlltoAllConfig
+from moe_ep.cake.places import geometry_of, reason_against
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from moe_ep.config import CommunicationConfig
 from moe_ep.errors import MoEEpConfigError, MoEEpInputError, stands_for
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
+from moe_ep.sharing import memory_kind
 from moe_ep.symmetric_memory import SymmetricMemory
-
-
-def geometry_of(params: MoEEpCommParams, ep_size: int, config: CakeAlltoAllConfig) -> Geometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
-
-    Raises MoEEpConfigError where a size is past its limit.
-    """
-    try:
-        return Geometry(
-            ep_size=ep_size,
-            num_experts=params.num_experts,
-            top_k=params.top_k,
-            max_tokens_per_rank=params.max_tokens_per_rank,
-            dispatch_bytes_per_token=params.dispatch_bytes_per_token
-            + config.extra_payload_bytes_per_token,
-            combine_bytes_per_token=params.combine_bytes_per_token,
-            eplb_stats_num_experts=config.eplb_stats_num_experts,
-        )
-    except ValueError as error:
-        raise MoEEpConfigError(f"{error}.") from None
 
 
 @register_communication("cake", preference=10)
 class CakeAlltoAll(MoEEpCommunication):
     """The fused one-sided backend: every rank writes into the others' memory and reads from it.
 
-    On the CPU: processes of one host over anonymous shared memory. One workspace of
-    `estimate_workspace_bytes(params, ep_size, config)` bytes per rank, allocated at construction,
-    none per round. Received rows are views of it in eager code and copies in compiled graphs,
-    where a view that outlives its round could not be told from one that does not.
+    On CUDA: one kernel a call, on torch's current stream or the bootstrap's; a round can be
+    captured in a CUDA graph. On the CPU: processes of one host over anonymous shared memory. One
+    workspace of `estimate_workspace_bytes(params, ep_size, config)` bytes per rank, allocated at
+    construction, none per round. What dispatch returns are views of it in eager code and copies in
+    compiled graphs, where a view that outlives its round could not be told from one that does not.
     """
 
     config_type = CakeAlltoAllConfig
+    supports_cuda_graph = True
     supports_torch_compile = True
     one_host_only = True
 
@@ -57,19 +40,26 @@ class CakeAlltoAll(MoEEpCommunication):
     def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
         """Return why cake cannot run on `device` of this machine, or None if it can. No
         collective."""
-        if device is not None and device.type != "cpu":
-            return f"cake runs on the CPU, got device {device}"
-        return None
+        return reason_against(device)
 
     @classmethod
     def estimate_workspace_bytes(
-        cls, params: MoEEpCommParams, ep_size: int, config: CommunicationConfig
+        cls,
+        params: MoEEpCommParams,
+        ep_size: int,
+        config: CommunicationConfig,
+        *,
+        device: int | str | torch.device | None = None,
     ) -> int:
-        """Return the `workspace_bytes` of each rank's object before anything is allocated."""
+        """Return the `workspace_bytes` of each rank's object before anything is allocated.
+
+        device: as in BootstrapConfig.
+        """
         check_type("config", config, CakeAlltoAllConfig)
         assert isinstance(config, CakeAlltoAllConfig)  # what the line above says, for mypy
-        geometry = geometry_of(params, ep_size, config)
-        return _native.mapped_bytes(_native.host_memory(), geometry.segment_bytes)
+        where = BootstrapConfig(1, 0, device=device).torch_device
+        geometry = geometry_of(params, ep_size, config, where)
+        return _native.mapped_bytes(memory_kind(where), geometry.segment_bytes)
 
     def __init__(
         self,
@@ -91,12 +81,18 @@ class CakeAlltoAll(MoEEpCommunication):
         self._rank_mask_enabled = config.enable_rank_mask
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
         self._timeout_sec = config.timeout_sec
-        self._layout = geometry_of(params, self.ep_size, config)
+        self._enable_pdl = config.enable_pdl is not False
+        self._layout = geometry_of(params, self.ep_size, config, self.device)
         self._geometry: list[int] = self._layout.fields()
         self._memory = SymmetricMemory.allocate(self._comm, self._layout.segment_bytes, self.device)
         self._workspace: Tensor = self._memory.workspace
-        kernels.initialize(self._workspace, self._layout, self.ep_rank)
-        self._comm.barrier()  # nobody may signal before everybody has initialised
+        try:
+            with self._on_stream():
+                kernels.initialize(self._workspace, self._layout, self.ep_rank)
+            self._comm.barrier()  # nobody may signal before everybody has initialised
+        except BaseException:
+            self._destroy()
+            raise
 
     @property
     def workspace_bytes(self) -> int:
@@ -118,7 +114,8 @@ class CakeAlltoAll(MoEEpCommunication):
         Collective.
 
         active_rank_mask: [ceil(ep_size / 64)] uint64, bit i set for each active rank; the same on
-            all active ranks and in both calls of a round; needs `enable_rank_mask`. Tokens to
+            all active ranks and in both calls of a round; needs `enable_rank_mask`. On the CPU, or
+            on `device`: then it is read when the kernel runs, also in a captured graph. Tokens to
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
             ranks are active. Mask a rank only once it is dead or has returned from its last
             combine: nobody waits until it has read what it still needs. It cannot come back into
@@ -165,8 +162,9 @@ class CakeAlltoAll(MoEEpCommunication):
                 f"active_rank_mask must have shape [{self._rank_mask_words}] for {self.ep_size} "
                 f"ranks, got {list(mask.shape)}."
             )
-        if mask.device != self.device:
-            raise MoEEpConfigError(f"active_rank_mask must be on {self.device}, got {mask.device}.")
+        if mask.device.type != "cpu" and mask.device != self.device:
+            places = "cpu" if self.device.type == "cpu" else f"cpu or {self.device}"
+            raise MoEEpConfigError(f"active_rank_mask must be on {places}, got {mask.device}.")
 
     def _dispatch(
         self,
@@ -182,28 +180,31 @@ class CakeAlltoAll(MoEEpCommunication):
         payloads = [_dense_rows(hidden_states)]
         if hidden_states_scale is not None:
             payloads.append(_dense_rows(hidden_states_scale))
-        ids, weights, counts, stats = torch.ops.moe_ep.cake_dispatch(
-            self._workspace,
-            topk_ids.contiguous(),
-            None if topk_weights is None else topk_weights.contiguous(),
-            payloads,
-            None if eplb_local_stats is None else eplb_local_stats.contiguous(),
-            None if active_rank_mask is None else active_rank_mask.contiguous(),
-            self._geometry,
-            self.ep_rank,
-            self.params.invalid_expert_id,
-            tokens_per_rank,
-            self._timeout_sec,
-        )
-        received = self._received_rows(tokens_per_rank, payloads)
+        stats, mask = eplb_local_stats, active_rank_mask
+        with self._on_stream():
+            got = received.run_dispatch(
+                self._workspace,
+                self._layout,
+                self._geometry,
+                self.ep_rank,
+                topk_ids.contiguous(),
+                None if topk_weights is None else topk_weights.contiguous(),
+                payloads,
+                eplb_local_stats=None if stats is None else stats.contiguous(),
+                active_rank_mask=None if mask is None else mask.contiguous(),
+                invalid_expert_id=self.params.invalid_expert_id,
+                tokens_per_rank=tokens_per_rank,
+                timeout_sec=self._timeout_sec,
+                enable_pdl=self._enable_pdl,
+            )
         return MoEEpDispatchResult(
-            hidden_states=received[0],
-            topk_ids=ids,
-            topk_weights=None if topk_weights is None else weights,
+            hidden_states=got.payloads[0],
+            topk_ids=got.topk_ids,
+            topk_weights=got.topk_weights,
             tokens_per_rank=tokens_per_rank,
-            hidden_states_scale=received[1] if len(received) > 1 else None,
-            eplb_gathered_stats=None if eplb_local_stats is None else stats,
-            recv_token_counts=counts,
+            hidden_states_scale=got.payloads[1] if len(payloads) > 1 else None,
+            eplb_gathered_stats=got.eplb_gathered_stats,
+            recv_token_counts=got.recv_token_counts,
         )
 
     def _combine(
@@ -215,10 +216,13 @@ class CakeAlltoAll(MoEEpCommunication):
         output: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> Tensor:
-        rows = _dense_rows(expert_output)
-        mask = None if active_rank_mask is None else active_rank_mask.contiguous()
-        where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
-        if output is None:
+        with self._on_stream():
+            rows = _dense_rows(expert_output)
+            mask = None if active_rank_mask is None else active_rank_mask.contiguous()
+            where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
+            if output is not None:
+                self._combine_into(output, *where, tokens_per_rank)
+                return output
             combined: Tensor = torch.ops.moe_ep.cake_combine(
                 *where,
                 num_tokens,
@@ -226,25 +230,32 @@ class CakeAlltoAll(MoEEpCommunication):
                 self.params.hidden_size,
                 self.params.token_dtype,
                 self._timeout_sec,
+                self._enable_pdl,
             )
             return combined
-        if output.is_contiguous():
-            torch.ops.moe_ep.cake_combine_out(*where, tokens_per_rank, self._timeout_sec, output)
-            return output
-        dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+
+    def _combine_into(self, output: Tensor, *arguments: object) -> None:
+        """arguments: of cake_combine_out, up to tokens_per_rank."""
+        dense = output
+        if not output.is_contiguous():
+            dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
         try:
-            torch.ops.moe_ep.cake_combine_out(*where, tokens_per_rank, self._timeout_sec, dense)
+            torch.ops.moe_ep.cake_combine_out(
+                *arguments, self._timeout_sec, dense, self._enable_pdl
+            )
         except RuntimeError as exc:
-            if stands_for(MoEEpInputError, exc):
+            if dense is not output and stands_for(MoEEpInputError, exc):
                 output.copy_(dense)  # the sums are right, the error is about other slots
             raise
-        return output.copy_(dense)
+        if dense is not output:
+            output.copy_(dense)
 
     def _check(self) -> None:
-        torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
+        with self._on_stream():
+            torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
 
     def _combine_input_buffer(self) -> Tensor | None:
-        return kernels.combine_input_buffer(
+        return received.combine_input_buffer(
             self._workspace,
             self._layout,
             self.ep_rank,
@@ -254,21 +265,14 @@ class CakeAlltoAll(MoEEpCommunication):
         )
 
     def _destroy(self) -> None:
-        # Waits for nobody: peers keep their own mappings of this memory until they destroy, too.
-        del self._workspace
-        self._memory.close()
-
-    def _received_rows(self, tokens_per_rank: int, payloads: list[Tensor]) -> list[Tensor]:
-        if not torch.compiler.is_compiling():
-            return kernels.received_rows(
-                self._workspace, self._layout, self.ep_rank, tokens_per_rank, payloads
-            )
-        row_bytes = [payload.shape[1] * payload.element_size() for payload in payloads]
-        where = (self._workspace, self._geometry, self.ep_rank, tokens_per_rank, row_bytes)
-        return [
-            torch.ops.moe_ep.cake_received_rows(*where, index).view(payload.dtype)
-            for index, payload in enumerate(payloads)
-        ]
+        # Waits for this rank's own rounds, for no peer: peers keep their mappings of this memory
+        # until they destroy, too.
+        try:
+            with self._on_stream():
+                torch.ops.moe_ep.cake_forget(self._workspace, self._geometry, self.ep_rank)
+        finally:
+            del self._workspace
+            self._memory.close()
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

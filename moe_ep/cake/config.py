@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from moe_ep.config import CommunicationConfig, require_int_in_range
@@ -18,6 +18,8 @@ class CakeAlltoAllConfig(CommunicationConfig):
         the dispatch format's row.
     eplb_stats_num_experts: length of eplb_local_stats, 0..num_experts; 0: no statistics.
     enable_rank_mask: whether dispatch and combine accept active_rank_mask.
+    enable_pdl: on CUDA, whether a kernel may start while the one before it on the stream still
+        runs (programmatic dependent launch). None: yes. Nothing on the CPU.
     """
 
     backend_name: ClassVar[str] = "cake"
@@ -25,6 +27,7 @@ class CakeAlltoAllConfig(CommunicationConfig):
     extra_payload_bytes_per_token: int = 0
     eplb_stats_num_experts: int = 0
     enable_rank_mask: bool = False
+    enable_pdl: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,3 +37,5 @@ class CakeAlltoAllConfig(CommunicationConfig):
         require_int_in_range("eplb_stats_num_experts", self.eplb_stats_num_experts, 0, 2**31 - 1)
         if not isinstance(self.enable_rank_mask, bool):
             raise TypeError(f"enable_rank_mask must be a bool, got {self.enable_rank_mask!r}.")
+        if not isinstance(self.enable_pdl, bool | None):
+            raise TypeError(f"enable_pdl must be a bool or None, got {self.enable_pdl!r}.")

@@ -2,26 +2,36 @@
 state machine.
 
 The order of calls, on every rank: `initialize`, a barrier of the caller's, then rounds of
-`dispatch` and `combine`. The ranks may be processes over shared memory, or threads of one process
-over a plain tensor (ops release the GIL).
+`dispatch` and `combine`, at last `forget`. The ranks may be processes over shared memory, or
+threads of one process over a plain tensor (ops release the GIL).
 
 A workspace is a torch.uint8 tensor [ep_size, >= workspace_size_per_rank(geometry)] whose row r is
 the memory of rank r, each row starting on a 64-byte boundary. Every function checks what it can
 before it writes anything.
+
+On CUDA all other tensors are on the workspace's device, and calls run on torch's current stream and
+wait for nothing, except where they say so. Whether dispatch and combine alternate, and whether both
+get the same sizes, is up to the caller there. A geometry with `low_latency_tokens` of
+`_native.low_latency_tokens(ep_size, top_k, max_tokens_per_rank)` has the fast way for few tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep import _native
 from moe_ep._native import Geometry
-from moe_ep.errors import MoEEpConfigError, MoEEpStateError, raise_typed_errors
+from moe_ep.cake.received import (
+    ReceivedTokens,
+    combine_input_buffer,
+    received_rows,
+    run_dispatch,
+    wrap_workspace,
+)
+from moe_ep.errors import MoEEpConfigError, raise_typed_errors
 from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.params import QuantFormat
 from moe_ep.quantization import ScaleLayout, check_quantization, scale_shape
@@ -34,30 +44,13 @@ __all__ = [
     "combine",
     "combine_input_buffer",
     "dispatch",
+    "forget",
     "initialize",
     "received_rows",
     "sanitize_expert_ids",
     "workspace_size_per_rank",
     "wrap_workspace",
 ]
-
-
-class ReceivedTokens(NamedTuple):
-    """What one dispatch brought, with R = ep_size and tpr = tokens_per_rank.
-
-    payloads: for each payload given, [R * tpr, columns] of its dtype: a view of the workspace,
-        valid until combine.
-    topk_ids: [R * tpr, top_k] int32; rows without a token hold invalid_expert_id.
-    topk_weights: [R * tpr, top_k] float32, or None where none were given.
-    recv_token_counts: [R] int32, rows from each source.
-    eplb_gathered_stats: [R, eplb_stats_num_experts] int32, or None where none were given.
-    """
-
-    payloads: list[Tensor]
-    topk_ids: Tensor
-    topk_weights: Tensor | None
-    recv_token_counts: Tensor
-    eplb_gathered_stats: Tensor | None
 
 
 def workspace_size_per_rank(geometry: Geometry) -> int:
@@ -67,9 +60,16 @@ def workspace_size_per_rank(geometry: Geometry) -> int:
 
 def initialize(workspace: Tensor, geometry: Geometry, ep_rank: int) -> None:
     """Prepare this rank's own row: epoch 0, nothing signalled. A barrier must follow before the
-    first dispatch."""
+    first dispatch. On CUDA it waits for the stream."""
     with raise_typed_errors():
         torch.ops.moe_ep.cake_initialize(workspace, geometry.fields(), ep_rank)
+
+
+def forget(workspace: Tensor, geometry: Geometry, ep_rank: int) -> None:
+    """Let go of what the process keeps about an initialised workspace outside of it; on the CPU,
+    nothing. Waits for this rank's own rounds. To be called before the workspace is freed."""
+    with raise_typed_errors():
+        torch.ops.moe_ep.cake_forget(workspace, geometry.fields(), ep_rank)
 
 
 def dispatch(
@@ -85,6 +85,7 @@ def dispatch(
     eplb_local_stats: Tensor | None = None,
     active_rank_mask: Tensor | None = None,
     timeout_sec: int = DEFAULT_TIMEOUT_SEC,
+    enable_pdl: bool = True,
 ) -> ReceivedTokens:
     """Send every token's payload rows once to each rank that owns one of its experts. Collective.
 
@@ -94,74 +95,30 @@ def dispatch(
     topk_weights: [n, top_k] float32, contiguous, or None (on all ranks).
     tokens_per_rank: the largest n over the ranks, equal on all; None:
         `geometry.max_tokens_per_rank`.
+    active_rank_mask: [ceil(ep_size / 64)] torch.uint64 in host memory, or on the workspace's
+        device: then it is read when the kernel runs. None: all ranks are active.
+    enable_pdl: on CUDA, whether the kernel may start while the one before it still runs.
 
     Raises MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError as `MoEEpCommunication.dispatch`
     does.
     """
     tpr = geometry.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
     with raise_typed_errors():
-        ids, weights, counts, stats = torch.ops.moe_ep.cake_dispatch(
+        return run_dispatch(
             workspace,
+            geometry,
+            geometry.fields(),
+            ep_rank,
             topk_ids,
             topk_weights,
             list(payloads),
-            eplb_local_stats,
-            active_rank_mask,
-            geometry.fields(),
-            ep_rank,
-            invalid_expert_id,
-            tpr,
-            timeout_sec,
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+            invalid_expert_id=invalid_expert_id,
+            tokens_per_rank=tpr,
+            timeout_sec=timeout_sec,
+            enable_pdl=enable_pdl,
         )
-    return ReceivedTokens(
-        received_rows(workspace, geometry, ep_rank, tpr, payloads),
-        ids,
-        weights if topk_weights is not None else None,
-        counts,
-        stats if eplb_local_stats is not None else None,
-    )
-
-
-def received_rows(
-    workspace: Tensor,
-    geometry: Geometry,
-    ep_rank: int,
-    tokens_per_rank: int,
-    payloads: Sequence[Tensor],
-) -> list[Tensor]:
-    """Return for each payload given to dispatch its received rows [ep_size * tokens_per_rank,
-    columns], as views.
-
-    Not in compiled graphs: there a view that outlives its round cannot be told from one that does
-    not, and a late read was seen to be silently wrong. `torch.ops.moe_ep.cake_received_rows` gives
-    them as fresh tensors.
-    """
-    row_bytes = [payload.shape[1] * payload.element_size() for payload in payloads]
-    rows = geometry.ep_size * tokens_per_rank
-    views = []
-    for index, payload in enumerate(payloads):
-        start = geometry.payload_offset(tokens_per_rank, row_bytes, index)
-        end = start + rows * row_bytes[index]
-        view = wrap_workspace(workspace[ep_rank], (rows,), start, end, payload.dtype)
-        views.append(view.view(rows, payload.shape[1]))  # no rows do not say how wide they are
-    return views
-
-
-def combine_input_buffer(
-    workspace: Tensor,
-    geometry: Geometry,
-    ep_rank: int,
-    tokens_per_rank: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the workspace's own [ep_size * tokens_per_rank, hidden_size] input of combine;
-    handing it in saves a copy."""
-    rows = geometry.ep_size * tokens_per_rank
-    start = geometry.combine_rows_offset
-    end = start + rows * hidden_size * dtype.itemsize
-    view = wrap_workspace(workspace[ep_rank], (rows,), start, end, dtype)
-    return view.view(rows, hidden_size)  # no rows do not say how wide they are
 
 
 def combine(
@@ -177,6 +134,7 @@ def combine(
     sf_layout: ScaleLayout = ScaleLayout.LINEAR,
     active_rank_mask: Tensor | None = None,
     timeout_sec: int = DEFAULT_TIMEOUT_SEC,
+    enable_pdl: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Bring the partial rows back to their sources and sum them in float32, in ascending order of
     the owner. Collective.
@@ -189,6 +147,8 @@ def combine(
     output_scales: torch.uint8 tensor that receives the scales; None: a new one.
     output_scalar_scale: the global scale of NVFP4, finite and positive.
     sf_layout: layout of the scales.
+    active_rank_mask: the one that dispatch got.
+    enable_pdl: as in dispatch.
 
     Returns [num_tokens, hidden_size], or for a QuantFormat `(values, scales)`, both torch.uint8:
     values [num_tokens, bytes of a row], scales [padded rows, padded blocks].
@@ -218,7 +178,7 @@ def combine(
     what = (hidden_size, expert_output.dtype, timeout_sec)
     with raise_typed_errors():
         if output_dtype is None:
-            combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what)
+            combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, enable_pdl)
             return combined
         values, scales = torch.ops.moe_ep.cake_combine_quantized(
             *where,
@@ -226,6 +186,7 @@ def combine(
             int(_native.QuantFormat.__members__[output_dtype.name]),
             int(_native.ScaleLayout.__members__[sf_layout.name]),
             output_scalar_scale,
+            enable_pdl,
         )
     if output_scales is None:
         return values, scales
@@ -245,8 +206,8 @@ def _check_output_scales(output_scales: Tensor | None, shape: tuple[int, int]) -
 
 
 def check(workspace: Tensor, geometry: Geometry, ep_rank: int) -> None:
-    """Raise what this rank recorded: MoEEpTimeoutError, or MoEEpInputError for the round in
-    flight."""
+    """Wait for this rank's own rounds and raise what they recorded: MoEEpTimeoutError,
+    MoEEpDisagreementError, or MoEEpInputError for the round in flight."""
     with raise_typed_errors():
         torch.ops.moe_ep.cake_check(workspace, geometry.fields(), ep_rank)
 
@@ -270,38 +231,3 @@ def active_rank_mask(
     with raise_typed_errors():
         mask: Tensor = torch.ops.moe_ep.active_rank_mask(list(ranks), ep_size)
     return mask.to(device)
-
-
-def wrap_workspace(
-    workspace: Tensor,
-    leading_shape: Sequence[int],
-    slice_start: int,
-    slice_end: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return bytes [slice_start, slice_end) of a rank's row as a tensor [*leading_shape, columns]
-    of `dtype`.
-
-    workspace: one row of the workspace, [bytes] torch.uint8. The columns follow from the size of
-        the slice.
-    """
-    if torch.compiler.is_compiling():
-        raise MoEEpStateError(
-            "views of the workspace are for eager code and captured CUDA graphs: torch.compile may "
-            "move a read of one behind the next dispatch. Use torch.ops.moe_ep.cake_received_rows "
-            "in compiled graphs."
-        )
-    count = 1
-    for size in leading_shape:
-        count *= size
-    size_bytes = slice_end - slice_start
-    if not 0 <= slice_start <= slice_end <= workspace.shape[0]:
-        raise MoEEpConfigError(
-            f"the slice must lie in [0, {workspace.shape[0]}], got [{slice_start}, {slice_end}]."
-        )
-    if size_bytes % max(count * dtype.itemsize, 1) != 0:
-        raise MoEEpConfigError(
-            f"{size_bytes} bytes do not fill {tuple(leading_shape)} rows of {dtype} evenly."
-        )
-    columns = size_bytes // (count * dtype.itemsize) if count > 0 else 0
-    return workspace[slice_start:slice_end].view(dtype).view(*leading_shape, columns)

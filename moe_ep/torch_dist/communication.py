@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -202,12 +200,6 @@ class TorchDistAlltoAll(MoEEpCommunication):
             return None
         shape = (self.ep_size, tokens_per_rank, column.shape[1])
         return column.new_empty(shape) if fill is None else column.new_full(shape, fill)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        handle = self._bootstrap.stream
-        if handle == 0:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
 
     def _refuse_capture(self) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -63,6 +63,7 @@ def combine_arguments() -> tuple[Any, ...]:
 CASES = {
     "cake_initialize": lambda: (workspace(), FIELDS, 0),
     "cake_dispatch": lambda: dispatch_arguments(workspace()),
+    "cake_dispatch_in_place": lambda: dispatch_arguments(workspace()),
     "cake_received_rows": lambda: (dispatched(), FIELDS, 0, CAPACITY, ROW_BYTES, 1),
     "cake_combine": combine_arguments,
     "cake_combine_out": lambda: (
@@ -73,6 +74,7 @@ CASES = {
     ),
     "cake_combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0),
     "cake_check": lambda: (dispatched(), FIELDS, 0),
+    "cake_forget": lambda: (workspace(), FIELDS, 0),
     "sanitize_expert_ids": lambda: (
         torch.zeros(2, 3, 2, dtype=torch.int32),
         torch.tensor([1, 3], dtype=torch.int32),

@@ -8,12 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep import MoEEpCommParams, MoEEpConfigError, QuantFormat, create_communication
+from moe_ep import (
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpConfigError,
+    MoEEpStateError,
+    QuantFormat,
+    create_communication,
+)
 from tests.backends import Backend, every_backend, on_each
 from tests.conftest import RunOnRanks
-from tests.problems import Problem, expect, ids, problem_of, weights
+from tests.problems import Problem, expect, ids, problem_of, rows, weights
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check_all, play_round, random_round
+from tests.rounds import (
+    Played,
+    Round,
+    check_all,
+    on_device_of,
+    play_round,
+    random_round,
+    settled,
+)
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(4, 2, 8, 16)
@@ -74,6 +89,29 @@ def test_ranks_that_construct_different_backends_all_raise(ranks: RunOnRanks) ->
         expect(problem, MoEEpConfigError, ["cake", "torch_dist"])
 
 
+def dispatch_in_disagreement(
+    communication: MoEEpCommunication, given: dict[str, Any]
+) -> Problem | None:
+    """Return what a dispatch raises about which the ranks disagree, with the round closed.
+
+    The call that raises closes it. On a GPU that call may be `check`, which does not: there combine
+    closes the round, and its sums are NaN.
+    """
+    given = {name: on_device_of(communication, value) for name, value in given.items()}
+    problem = problem_of(settled, communication, communication.dispatch, **given)
+    params, device = communication.params, communication.device
+    tokens_per_rank = given.get("runtime_max_tokens_per_rank", params.max_tokens_per_rank)
+    partial = rows(communication.ep_size * tokens_per_rank, params.hidden_size, device=device)
+    try:
+        combined = settled(communication, communication.combine, partial)
+    except MoEEpStateError:  # closed already
+        return problem
+    assert device.type == "cuda"
+    assert combined.shape[0] == len(given["topk_ids"])
+    assert combined.isnan().all()
+    return problem
+
+
 def disagree_about_a_round(
     context: RankContext,
     backend: str,
@@ -85,19 +123,12 @@ def disagree_about_a_round(
     """Body: a good round, one with this rank's own arguments, again, and two good ones."""
     with create_communication(context.bootstrap(), params, backend, **options) as communication:
         played = [play_round(communication, rounds[0])]
-        one = rounds[0]
-        problems = []
-        for _ in range(2):
-            problems.append(
-                problem_of(
-                    communication.dispatch,
-                    **{
-                        "hidden_states": one.hidden_states[context.rank].to(communication.device),
-                        "topk_ids": one.topk_ids[context.rank].to(communication.device),
-                        **arguments[context.rank],
-                    },
-                )
-            )
+        given = {
+            "hidden_states": rounds[0].hidden_states[context.rank],
+            "topk_ids": rounds[0].topk_ids[context.rank],
+            **arguments[context.rank],
+        }
+        problems = [dispatch_in_disagreement(communication, given) for _ in range(2)]
         played += [play_round(communication, later) for later in rounds[1:]]
         return problems, played
 
@@ -164,8 +195,9 @@ def dispatch_wide_rows(
 ) -> tuple[list[Problem | None], list[Played]]:
     options = {"extra_payload_bytes_per_token": 8}
     with create_communication(context.bootstrap(), PARAMS, backend, **options) as communication:
-        wide = torch.zeros(2, 32 + context.rank, dtype=torch.uint8, device=communication.device)
-        problem = problem_of(communication.dispatch, wide, ids(2, device=communication.device))
+        wide = torch.zeros(2, 32 + context.rank, dtype=torch.uint8)
+        given = {"hidden_states": wide, "topk_ids": ids(2)}
+        problem = dispatch_in_disagreement(communication, given)
         return [problem], [play_round(communication, one)]
 
 

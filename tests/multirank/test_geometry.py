@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ep import MoEEpCommParams, QuantFormat
-from tests.backends import ALL, Backend, every_backend
+from tests.backends import ALL, Backend, every_backend_spread_too, on_shared_gpus
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.rounds import Played, Round, check_all, play, random_round
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multirank
 TOKEN_COUNTS = [0, 1, 2, 3, 5, 31, 33, 127]
 
 
-@every_backend
+@every_backend_spread_too
 @pytest.mark.parametrize("size", range(1, 9))
 def test_any_number_of_ranks_with_any_numbers_of_tokens(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
@@ -81,13 +81,13 @@ few_examples = settings(
 )
 
 
-@every_backend
+@every_backend_spread_too
 @few_examples
 @given(data=st.data())
 def test_any_geometry_is_exact(
     ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
 ) -> None:
-    size, params, rounds = data.draw(geometries(max_size=ranks.max_size))
+    size, params, rounds = data.draw(geometries(max_size=ranks.max_size_on(device)))
     how: dict[str, Any] = {
         "combine_input": data.draw(
             st.sampled_from(["tensor", "by_source", *(["buffer"] if backend.zero_copy else [])])
@@ -103,6 +103,29 @@ def test_any_geometry_is_exact(
         rounds=rounds,
         options=OPTIONS,
         **how,
+    )
+    check_all(params, rounds, played)
+
+
+LARGE_STEPS = [(2, 7168, 2048), (4, 2880, 1024), (8, 7168, 256)]
+
+
+@on_shared_gpus
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("size", "hidden_size", "most"), LARGE_STEPS)
+def test_large_steps_between_small_ones_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, hidden_size: int, most: int
+) -> None:
+    """Sizes at which kernels take other ways than for few tokens; in the CPU's time, too long."""
+    params = MoEEpCommParams(32, 8, most, hidden_size)
+    rounds = [
+        random_round(
+            params, [n - rank % 2 for rank in range(size)], seed, tokens_per_rank=n, padding=0.05
+        )
+        for seed, n in enumerate([1, most // 8, 3, most, 8])
+    ]
+    played = ranks(
+        size, play, device=device, backend=backend.name, params=params, rounds=rounds, seconds=100
     )
     check_all(params, rounds, played)
 

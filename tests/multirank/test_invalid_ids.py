@@ -12,7 +12,16 @@ from moe_ep.reference import input_errors
 from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check_all, ids_of, play_round, random_round, rows_of
+from tests.rounds import (
+    Played,
+    Round,
+    check_all,
+    ids_of,
+    play_round,
+    random_round,
+    rows_of,
+    settled,
+)
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(4, 2, 4, 8)
@@ -49,7 +58,7 @@ def play_with_reports(
                     except MoEEpInputError as raised:
                         report[0] = str(raised)
                 try:
-                    assert combine(partial, output=output) is output
+                    assert settled(communication, combine, partial, output=output) is output
                 except MoEEpInputError as raised:
                     report[1] = str(raised)
                 return output

@@ -24,6 +24,7 @@ from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
 from tests.multirank.test_soak import open_descriptors, resident_bytes
 from tests.ranks import RankContext
+from tests.ranks.devices import CPU
 from tests.rounds import Played, Round, check, play_round, random_round
 
 pytestmark = pytest.mark.multirank
@@ -36,17 +37,38 @@ def mappings() -> int:
         return sum(1 for _ in file)
 
 
-def live_through_cycles(context: RankContext, backend: str, cycles: int) -> tuple[int, int, int]:
+def device_bytes(device: str) -> int:
+    """Return what is in use on a GPU, by all its processes: those of the pool rest meanwhile."""
+    if device == CPU:
+        return 0
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def live_through_cycles(
+    context: RankContext, backend: str, cycles: int
+) -> tuple[int, int, int, int]:
     """Body: create, play, destroy; return what grew after the first tenth."""
-    before = (0, 0, 0)
+
+    def held() -> tuple[int, int, int, int]:
+        context.barrier()  # all ranks have destroyed theirs
+        taken = open_descriptors(), mappings(), resident_bytes(), device_bytes(context.device)
+        context.barrier()  # none has created the next
+        return taken
+
+    before = (0, 0, 0, 0)
     for cycle in range(cycles):
         with create_communication(context.bootstrap(), PARAMS, backend) as communication:
             play_round(communication, ONE)
         del communication
         if cycle == cycles // 10:
-            before = (open_descriptors(), mappings(), resident_bytes())
-    after = (open_descriptors(), mappings(), resident_bytes())
-    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+            before = held()
+    after = held()
+    descriptors, maps, memory, on_device = (
+        now - then for now, then in zip(after, before, strict=True)
+    )
+    return descriptors, maps, memory, on_device
 
 
 @every_backend
@@ -57,10 +79,13 @@ def test_two_hundred_cycles_leave_descriptors_mappings_and_memory_where_they_wer
     growth = ranks(
         2, live_through_cycles, device=device, seconds=150, backend=backend.name, cycles=200
     )
-    for descriptors, maps, memory in growth:
+    # On a GPU the driver keeps books of its own, which grow in steps; 180 cycles would show.
+    maps_allowed, bytes_allowed = (4, 2 * 2**20) if device == CPU else (40, 16 * 2**20)
+    for descriptors, maps, memory, on_device in growth:
         assert descriptors == 0
-        assert maps <= 4  # the allocator's own
-        assert memory < 2 * 2**20, f"{memory} bytes more; a workspace is larger than that"
+        assert maps <= maps_allowed  # the allocator's own
+        assert memory < bytes_allowed, f"{memory} bytes more; a workspace is larger than that"
+        assert on_device < 64 * 2**20, f"{on_device} bytes more in 180 cycles of at least 2 MiB"
 
 
 def fail_on_one_rank(
@@ -200,7 +225,8 @@ def keep_a_view(context: RankContext, backend: str, ending: str) -> bool:
     del communication, result
     gc.collect()
     context.barrier()  # every rank has dropped its object
-    torch.empty(2**20).fill_(7)  # would land in memory that was given back
+    # Would land in memory that was given back.
+    torch.empty(2**20, device=context.device).fill_(7)
     return view.view(torch.int16).equal(wanted.view(torch.int16))
 
 
@@ -246,7 +272,8 @@ def leave_without_destroy(context: RankContext, backend: str, moment: str) -> No
     play_round(communication, ONE)
     if moment == "in a round":
         rows = ONE.hidden_states[context.rank].to(communication.device)
-        KEPT.append(communication.dispatch(rows, ONE.topk_ids[context.rank]))
+        ids = ONE.topk_ids[context.rank].to(communication.device)
+        KEPT.append(communication.dispatch(rows, ids))
 
 
 @every_backend
@@ -259,12 +286,14 @@ def test_a_process_may_exit_without_destroy(
         leave_without_destroy,
         device=device,
         dedicated=True,
+        seconds=60,
         backend=backend.name,
         moment=moment,
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
-    assert all(outcome.seconds < 10 for outcome in outcomes), outcomes
+    limit = 10 if device == CPU else 30  # the start of CUDA is in it
+    assert all(outcome.seconds < limit for outcome in outcomes), outcomes
 
 
 def destroy_one_after_the_other(context: RankContext, backend: str) -> bool:

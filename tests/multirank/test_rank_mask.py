@@ -42,7 +42,13 @@ def masked_round(active: Sequence[int], seed: int, size: int) -> Round:
     counts = torch.randint(0, 8, (size,), generator=g).tolist()
     stats = torch.randint(0, 1000, (size, 5), generator=g).to(torch.int32)
     one = random_round(PARAMS, counts, seed)
-    return replace(one, active_ranks=list(active), eplb_local_stats=list(stats))
+    # On a GPU the mask may be in either memory.
+    return replace(
+        one,
+        active_ranks=list(active),
+        eplb_local_stats=list(stats),
+        mask_on_device=seed % 2 == 0,
+    )
 
 
 @with_masks

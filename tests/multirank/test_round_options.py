@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, create_communication
-from tests.backends import ALL, Backend, every_backend, on_each
+from tests.backends import ALL, Backend, every_backend, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 from tests.rounds import Played, Round, check_all, play, random_round
@@ -184,7 +184,7 @@ def play_with_threads(
         torch.set_num_threads(1)
 
 
-@every_backend
+@on_the_cpu  # torch's threads have no part in a round on a GPU
 def test_several_threads_give_the_same_bits_as_one(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, create_communication, expert_partition
-from tests.backends import Backend, every_backend
+from tests.backends import Backend, every_backend_spread_too, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 from tests.rounds import (
@@ -76,7 +76,7 @@ def combined(played: Sequence[Played]) -> list[list[float]]:
     return first_column([one.combined for one in played])
 
 
-@every_backend
+@every_backend_spread_too
 def test_a_rank_without_tokens_takes_part(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     one = round_of(2, [[[0, 2], [1, 3], [2, 3]], []], [[1, 2, 3], []], [[0.5, 0.5]] * 2)
     (played,) = play_and_check(ranks, backend, device, params_of(4, 2), [one])
@@ -86,7 +86,7 @@ def test_a_rank_without_tokens_takes_part(ranks: RunOnRanks, backend: Backend, d
     assert played[1].combined.dtype == torch.bfloat16
 
 
-@every_backend
+@every_backend_spread_too
 def test_the_first_rank_may_be_the_one_without_tokens(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_first_rank_may_be_the_one_without_tokens(
     assert combined(played) == [[], [2, 6, 10.5]]
 
 
-@every_backend
+@every_backend_spread_too
 def test_rounds_without_any_token_return_and_leave_the_next_ones_exact(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_rounds_without_any_token_return_and_leave_the_next_ones_exact(
     assert all(count_matrix(one) == [[0, 0], [0, 0]] for one in played[:50])
 
 
-@every_backend
+@every_backend_spread_too
 def test_all_tokens_may_go_to_one_rank(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     x = [float(t % 4 + 1) for t in range(16)]
     one = round_of(2, [[[6, 7]] * 16] * 4, [x] * 4, [[0.5, 0.25]] * 4)
@@ -116,7 +116,32 @@ def test_all_tokens_may_go_to_one_rank(ranks: RunOnRanks, backend: Backend, devi
     assert combined(played) == [[5.5 * value for value in x]] * 4
 
 
-@every_backend
+@on_shared_gpus
+@pytest.mark.parametrize("target", range(8))
+def test_all_tokens_of_eight_ranks_may_go_to_any_one_of_them(
+    ranks: RunOnRanks, backend: Backend, device: str, target: int
+) -> None:
+    """Eight ranks are little to watch for a CPU; on a GPU they are the usual size of a group."""
+    x = [float(t % 4 + 1) for t in range(16)]
+    one = round_of(2, [[[2 * target, 2 * target + 1]] * 16] * 8, [x] * 8, [[0.5, 0.25]] * 8)
+    (played,) = play_and_check(ranks, backend, device, params_of(16, 2), [one])
+    assert count_matrix(played) == [[16 if rank == target else 0] * 8 for rank in range(8)]
+    factor = 0.5 * (2 * target + 1) + 0.25 * (2 * target + 2)
+    assert combined(played) == [[factor * value for value in x]] * 8
+
+
+@on_shared_gpus
+@pytest.mark.parametrize("top_k", [1, 2, 8, 9, 32])
+def test_eight_ranks_route_whatever_they_are_given(
+    ranks: RunOnRanks, backend: Backend, device: str, top_k: int
+) -> None:
+    params = params_of(37, top_k, max_tokens=16)
+    counts = [[16] * 8, [0] * 8, [3, 0, 16, 1, 0, 0, 7, 2], [0] * 7 + [16], [1] * 8]
+    rounds = [random_round(params, n, seed, padding=0.2) for seed, n in enumerate(counts)]
+    play_and_check(ranks, backend, device, params, rounds)
+
+
+@every_backend_spread_too
 @pytest.mark.parametrize("padding", [-1, -7, -(2**31)])
 def test_padding_sends_nothing_and_a_token_of_it_alone_is_plus_zero(
     ranks: RunOnRanks, backend: Backend, device: str, padding: int
@@ -129,7 +154,7 @@ def test_padding_sends_nothing_and_a_token_of_it_alone_is_plus_zero(
     assert not played[0].combined[1].view(torch.int16).any()
 
 
-@every_backend
+@every_backend_spread_too
 def test_slots_with_one_owner_travel_once(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     one = round_of(3, [[[2, 3, 0]], [[0, 1, 2]]], [[4], [2]], [[0.5, 0.25, 0.25]] * 2)
     (played,) = play_and_check(ranks, backend, device, params_of(4, 3), [one])
@@ -137,7 +162,7 @@ def test_slots_with_one_owner_travel_once(ranks: RunOnRanks, backend: Backend, d
     assert combined(played) == [[11], [3.5]]
 
 
-@every_backend
+@every_backend_spread_too
 @pytest.mark.parametrize("invalid_id", [-1, 4, 1000])
 def test_rows_without_a_token_hold_the_invalid_id_after_a_fuller_round(
     ranks: RunOnRanks, backend: Backend, device: str, invalid_id: int
@@ -154,7 +179,7 @@ def test_rows_without_a_token_hold_the_invalid_id_after_a_fuller_round(
     assert second[1].topk_ids.tolist() == wanted
 
 
-@every_backend
+@every_backend_spread_too
 def test_an_id_repeated_in_a_row_travels_once_and_counts_twice(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -164,7 +189,7 @@ def test_an_id_repeated_in_a_row_travels_once_and_counts_twice(
     assert combined(played) == [[9], []]
 
 
-@every_backend
+@every_backend_spread_too
 def test_all_slots_of_a_row_may_be_one_expert(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -187,7 +212,7 @@ def alternating_expert(expert: int, rows: Tensor) -> Tensor:
     return (expert % 2 + 1) * rows
 
 
-@every_backend
+@every_backend_spread_too
 @pytest.mark.parametrize("top_k", [*range(1, 17), 22, 32])
 def test_every_top_k_up_to_the_limit(
     ranks: RunOnRanks, backend: Backend, device: str, top_k: int
@@ -209,7 +234,7 @@ def test_every_top_k_up_to_the_limit(
         assert combined([played[0] for played in by_rank]) == [TOP_K_SUMS[top_k]] * 2
 
 
-@every_backend
+@every_backend_spread_too
 def test_experts_that_ranks_cannot_share_evenly(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -219,7 +244,7 @@ def test_experts_that_ranks_cannot_share_evenly(
     assert combined(played) == [[3.5], [10.5], [4.5], [10.5]]
 
 
-@every_backend
+@every_backend_spread_too
 @pytest.mark.parametrize(("num_experts", "ep_size"), [(1, 4), (2, 4), (3, 8), (7, 5)])
 def test_there_may_be_fewer_experts_than_ranks(
     ranks: RunOnRanks, backend: Backend, device: str, num_experts: int, ep_size: int
@@ -241,7 +266,7 @@ def owned_experts(
         )
 
 
-@every_backend
+@every_backend_spread_too
 @pytest.mark.parametrize(
     ("num_experts", "shares"),
     [(256, [86, 85, 85]), (30, [4] * 6 + [3] * 2), (2, [1, 1, 0, 0]), (10, [3, 3, 2, 2])],

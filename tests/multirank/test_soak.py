@@ -13,10 +13,13 @@ from moe_ep import MoEEpCommParams, create_communication
 from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
+from tests.ranks.devices import CPU
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 TOKENS, HIDDEN, TOP_K = 6, 48, 3
+# On GPUs it is a check of the host's part; tests/gpu/test_cake_soak.py soaks the device's.
 ROUNDS = {"cake": 2000, "torch_dist": 300}
+ROUNDS_ON_GPUS = 300
 MAX_DELAY_SECONDS = 0.005
 
 
@@ -104,10 +107,16 @@ def test_no_round_shows_anything_of_another_and_nothing_grows(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     growth = ranks(
-        4, soak, device=device, seconds=200, backend=backend.name, rounds=ROUNDS[backend.name]
+        4,
+        soak,
+        device=device,
+        seconds=200,
+        backend=backend.name,
+        rounds=ROUNDS[backend.name] if device == CPU else ROUNDS_ON_GPUS,
     )
     assert [descriptors for descriptors, _ in growth] == [0] * 4
-    assert all(memory < 2 * 2**20 for _, memory in growth), growth
+    allowed = 2 * 2**20 if device == CPU else 16 * 2**20  # the driver's own books grow in steps
+    assert all(memory < allowed for _, memory in growth), growth
 
 
 @every_backend

@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import time
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep import _native, construction
+from moe_ep import _native, construction, symmetric_memory
 from moe_ep.collectives import SingleRankComm, TorchDistributedComm
 from moe_ep.construction import HostIdentity
 from moe_ep.errors import MoEEpConfigError, MoEEpError, MoEEpPlatformError, MoEEpStateError
+from moe_ep.sharing import place_of
 from moe_ep.symmetric_memory import SymmetricMemory
 from tests.ranks import RankContext
 
@@ -177,6 +179,29 @@ def test_failure_on_one_rank_raises_on_all_and_leaves_nothing(
         "OSError: .*without its descriptor" if stage == "exchange" else "RuntimeError: injected"
     )
     assert re.search(f"rank {failing_rank}: {reason}", messages[0]), messages[0]
+
+
+def promised_form_fails(context: RankContext) -> list[str]:
+    allocate(context).close()
+    context.barrier()
+    before = resources()
+    # Memory of CPUs refuses FABRIC handles, as a GPU may that has promised them.
+    promise = replace(place_of(CPU), no_fabric="")
+    with (
+        mock.patch.object(symmetric_memory, "place_of", return_value=promise),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("default")
+        for _ in range(2):
+            visible_everywhere(context)
+    assert resources() == before
+    return [str(warning.message) for warning in caught]
+
+
+def test_handles_that_were_promised_and_fail_are_replaced_with_one_warning(ranks: Any) -> None:
+    for messages in ranks(3, promised_form_fails):
+        assert len(messages) == 1, messages
+        assert "file descriptors are used instead" in messages[0]
 
 
 STRANGERS = {
@@ -380,7 +405,9 @@ def test_group_of_one_needs_no_handles() -> None:
 
 
 def test_device_without_shared_memory_is_refused() -> None:
-    with pytest.raises(MoEEpPlatformError, match="device must be a CPU to share memory, got meta"):
+    with pytest.raises(
+        MoEEpPlatformError, match="device must be a CPU or a CUDA device to share memory, got meta"
+    ):
         SymmetricMemory.allocate(SingleRankComm(), 10, torch.device("meta"))
 
 

@@ -21,10 +21,12 @@ from moe_ep import (
     MoEEpTimeoutError,
     create_communication,
 )
-from tests.backends import Backend, every_backend, on_each
+from moe_ep.reference import token_destinations
+from tests.backends import Backend, naming_silent_peers, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
 from tests.ranks import Outcome, RankContext
-from tests.rounds import check, play_round, random_round
+from tests.ranks.devices import CPU, ONE_GPU
+from tests.rounds import check, play_round, random_round, settled
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(8, 3, 5, 24)
@@ -65,7 +67,7 @@ def any_partial(communication: MoEEpCommunication) -> torch.Tensor:
 def expect_timeout(communication: MoEEpCommunication, call: Any) -> Waited:
     started = time.monotonic()
     try:
-        call()
+        settled(communication, call)
     except MoEEpTimeoutError as raised:
         seconds, error = time.monotonic() - started, str(raised)
     else:
@@ -95,7 +97,7 @@ def meet_a_silent_peer(
     return expect_timeout(communication, lambda: communication.combine(any_partial(communication)))
 
 
-@every_backend
+@naming_silent_peers
 @pytest.mark.parametrize(
     ("silent_in", "full_rounds"), [("dispatch", 0), ("dispatch", 3), ("combine", 3)]
 )
@@ -130,7 +132,47 @@ def meet_a_slow_peer(context: RankContext, backend: str, nap: float) -> Any:
         return play_round(communication, round_number(0, context.size))
 
 
-@every_backend
+def combine_with_a_silent_peer(context: RankContext, backend: str) -> torch.Tensor | None:
+    """Body: the output of a combine that rank 1 never joined."""
+    communication = open_communication(context, backend, BUDGET)
+    one = random_round(PARAMS, [5] * context.size, seed=1, padding=0)
+    device = communication.device
+    play_round(communication, one)
+    communication.dispatch(
+        one.hidden_states[context.rank].to(device), one.topk_ids[context.rank].to(device)
+    )
+    if context.rank == 1:
+        time.sleep(BUDGET + 2.5)
+        return None
+    output = communication.combine(any_partial(communication))
+    try:
+        communication.check()
+    except MoEEpTimeoutError:
+        return output.cpu()
+    raise AssertionError("the peer was not missed")
+
+
+@on_each(having="masks", devices=(ONE_GPU,))
+def test_the_sums_that_a_silent_peer_has_a_part_in_are_nan(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    """On the CPU there is no output: the call itself raises."""
+    outcomes = ranks(
+        2,
+        combine_with_a_silent_peer,
+        device=device,
+        dedicated=True,
+        seconds=60,
+        backend=backend.name,
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    ids = random_round(PARAMS, [5] * 2, seed=1, padding=0).topk_ids[0]
+    needs_rank_1 = token_destinations(PARAMS, 2, ids)[:, 1]
+    assert needs_rank_1.any()
+    assert outcomes[0].value[needs_rank_1].isnan().all()
+
+
+@naming_silent_peers
 def test_a_slow_peer_within_the_budget_is_waited_for(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -158,7 +200,8 @@ def lose_a_peer(context: RankContext, backend: str, victim: int, place: str) -> 
     return expect_timeout(communication, last_round)
 
 
-@every_backend
+# A client that is killed while its kernel waits takes the MPS daemon of all ranks along.
+@on_the_cpu
 @pytest.mark.parametrize("place", ["dispatch", "combine"])
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 2)])
 def test_a_peer_that_is_killed_is_named_within_the_budget(
@@ -200,7 +243,8 @@ def be_interrupted(context: RankContext, backend: str, budget: int) -> float | N
     raise AssertionError("not interrupted")
 
 
-@every_backend
+# On a GPU no call waits: the device does.
+@on_the_cpu
 def test_ctrl_c_in_a_wait_is_raised_at_the_latest_when_the_wait_ends(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -212,7 +256,7 @@ def test_ctrl_c_in_a_wait_is_raised_at_the_latest_when_the_wait_ends(
     assert outcomes[0].exit_code == 0
 
 
-@on_each(having="interruptible")
+@on_each(having="interruptible", devices=(CPU,))
 def test_ctrl_c_ends_a_wait(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     outcomes = ranks(
         2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=300
@@ -242,7 +286,7 @@ def destroy_after_timeout(context: RankContext, backend: str) -> Any:
         return play_round(again, round_number(1, context.size))
 
 
-@every_backend
+@naming_silent_peers
 def test_a_new_communication_works_after_a_timeout(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ep import MoEEpCommParams, create_communication
 from moe_ep.reference import reference_combine
-from tests.backends import Backend, every_backend
+from tests.backends import Backend, every_backend_spread_too, on_shared_gpus
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
@@ -78,14 +78,14 @@ def sum_of_partials(
     return float(first[0, 0])
 
 
-@every_backend
+@every_backend_spread_too
 def test_the_sum_is_kept_in_float32(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     # In bfloat16 each 256 + 1 would round back to 256.
     got = sum_of_partials(ranks, backend, device, [256, 1, 1, 1], torch.bfloat16)
     assert got == 260
 
 
-@every_backend
+@every_backend_spread_too
 def test_partials_are_added_in_ascending_order_of_the_owner(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_partials_are_added_in_ascending_order_of_the_owner(
     assert sum_of_partials(ranks, backend, device, [1, -big, big], torch.float32) == 1
 
 
-@every_backend
+@every_backend_spread_too
 def test_a_sum_beyond_the_largest_number_is_infinite(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_sum_beyond_the_largest_number_is_infinite(
     assert sum_of_partials(ranks, backend, device, [largest] * 2, torch.bfloat16) == float("inf")
 
 
-@every_backend
+@every_backend_spread_too
 @token_dtypes
 def test_minus_zero_alone_comes_out_as_plus_zero(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
@@ -118,7 +118,7 @@ def test_minus_zero_alone_comes_out_as_plus_zero(
         assert not combined.view(INTEGER[dtype]).any()
 
 
-@every_backend
+@every_backend_spread_too
 @token_dtypes
 def test_every_nan_comes_out_as_the_one_quiet_nan(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
@@ -135,10 +135,7 @@ def test_every_nan_comes_out_as_the_one_quiet_nan(
         assert combined.view(INTEGER[dtype]).tolist() == [[quiet] * len(patterns)]
 
 
-@every_backend
-@token_dtypes
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_sums_of_random_bit_patterns_are_exact(
+def combine_random_bit_patterns(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, size: int
 ) -> None:
     """Among 16-bit patterns every one occurs: all numbers, both zeros, subnormals, all NaNs."""
@@ -158,7 +155,36 @@ def test_sums_of_random_bit_patterns_are_exact(
     combined_of(ranks, backend, device, params, ids, outputs)
 
 
-@every_backend
+@every_backend_spread_too
+@token_dtypes
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sums_of_random_bit_patterns_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, size: int
+) -> None:
+    combine_random_bit_patterns(ranks, backend, device, dtype, size)
+
+
+@on_shared_gpus
+@token_dtypes
+def test_sums_of_eight_random_bit_patterns_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
+) -> None:
+    combine_random_bit_patterns(ranks, backend, device, dtype, 8)
+
+
+@on_shared_gpus
+def test_eight_partials_are_added_in_float32_in_ascending_order_of_the_owner(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    big = float(2**24)  # from here on float32 has no odd numbers
+    total = [1, 1, 1, 1, 1, 1, 1, big]
+    assert sum_of_partials(ranks, backend, device, total, torch.float32) == big + 8
+    assert sum_of_partials(ranks, backend, device, total[::-1], torch.float32) == big
+    got = sum_of_partials(ranks, backend, device, [256, *[1] * 7], torch.bfloat16)
+    assert got == 264  # 263 lies between 262 and 264, nearer to even 264
+
+
+@every_backend_spread_too
 @token_dtypes
 def test_ties_round_to_even(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
@@ -174,7 +200,7 @@ def test_ties_round_to_even(
     combined_of(ranks, backend, device, params, ids, outputs)
 
 
-@every_backend
+@every_backend_spread_too
 def test_nan_in_rows_without_a_token_reaches_no_sum(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -188,7 +214,7 @@ def test_nan_in_rows_without_a_token_reaches_no_sum(
     assert got[1][:, 0].tolist() == [2, 0, 3]
 
 
-@every_backend
+@every_backend_spread_too
 def test_every_bit_pattern_of_a_payload_arrives_unchanged(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -211,7 +237,7 @@ def test_every_bit_pattern_of_a_payload_arrives_unchanged(
     check_all(params, rounds, played)
 
 
-@every_backend
+@every_backend_spread_too
 def test_the_same_rows_give_the_same_bits_whatever_batch_is_around_them(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
 from tests.problems import Problem, expect, ids, problem_of, rows, weights
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check_all, play_round, random_round
+from tests.rounds import Played, Round, check_all, on_device_of, play_round, random_round
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(4, 2, 8, 16)
@@ -41,11 +41,15 @@ def dispatch_wrongly(
         if context.rank in wrong_ranks:
             assert GOOD.topk_weights is not None
             good = {
-                "hidden_states": GOOD.hidden_states[context.rank].to(communication.device),
-                "topk_ids": GOOD.topk_ids[context.rank].to(communication.device),
-                "topk_weights": GOOD.topk_weights[context.rank].to(communication.device),
+                "hidden_states": GOOD.hidden_states[context.rank],
+                "topk_ids": GOOD.topk_ids[context.rank],
+                "topk_weights": GOOD.topk_weights[context.rank],
             }
-            problem = problem_of(communication.dispatch, **{**good, **wrong})
+            given = {
+                name: on_device_of(communication, value)
+                for name, value in {**good, **wrong}.items()
+            }
+            problem = problem_of(communication.dispatch, **given)
         return problem, [play_round(communication, one) for one in rounds]
 
 
@@ -198,7 +202,7 @@ def give_wrong_scales(
             communication.dispatch,
             one.hidden_states[context.rank].to(communication.device),
             one.topk_ids[context.rank].to(communication.device),
-            hidden_states_scale=wrong,
+            hidden_states_scale=on_device_of(communication, wrong),
         )
         return problem, [play_round(communication, one)]
 
@@ -278,7 +282,8 @@ def combine_wrongly(
 
         def wrong_first(*args: Any, **kwargs: Any) -> torch.Tensor:
             nonlocal problem
-            problem = problem_of(combine, **{"expert_output": args[0], **wrong})
+            given = {name: on_device_of(communication, value) for name, value in wrong.items()}
+            problem = problem_of(combine, **{"expert_output": args[0], **given})
             return combine(*args, **kwargs)
 
         communication.combine = wrong_first  # type: ignore[method-assign]

@@ -29,6 +29,7 @@ constexpr int32_t kNumExperts = 11;
 constexpr int32_t kTopK = 3;
 constexpr int32_t kCapacity = 6;
 constexpr int32_t kHidden = 70;  // a whole block and a rest
+constexpr int64_t kReceivedStride = static_cast<int64_t>(row_pitch(kHidden * 4)) / 4;
 
 struct Round {
   std::vector<int32_t> num_tokens;        // [ranks]
@@ -147,7 +148,7 @@ class Rank {
       for (int32_t t = 0; t < round.num_tokens[static_cast<size_t>(source)]; ++t) {
         if (!goes_to(round, partition, source, t, me)) continue;
         for (int32_t c = 0; c < kHidden; ++c) {
-          const float value = received[row * kHidden + c];
+          const float value = received[row * kReceivedStride + c];
           if (value != value_of(number, source, t, c)) return complain("row", number, row, c);
           expert_output[static_cast<size_t>(row * kHidden + c)] =
               value * static_cast<float>(me + 1);
@@ -232,7 +233,7 @@ int main(int argc, char** argv) {
   const int32_t rounds = argc > 2 ? std::atoi(argv[2]) : 300;
   const auto first_epoch = static_cast<uint32_t>(argc > 3 ? std::strtoul(argv[3], nullptr, 0) : 0);
   const auto seed = static_cast<uint32_t>(argc > 4 ? std::atoi(argv[4]) : 1);
-  const Geometry geometry{ranks, kNumExperts, kTopK, kCapacity, kHidden * 4, kHidden * 4, 0};
+  const Geometry geometry{ranks, kNumExperts, kTopK, kCapacity, kHidden * 4, kHidden * 4, 0, 0};
   const uint64_t bytes = WorkspaceLayout::of(geometry).segment_bytes * static_cast<uint64_t>(ranks);
   auto* base = static_cast<uint8_t*>(std::aligned_alloc(kRegionAlignment, bytes));
 

@@ -18,7 +18,7 @@
 
 namespace moe_ep {
 
-MOE_EP_HOST_DEVICE constexpr Geometry geometry() { return {8, 256, 8, 4096, 14336, 14336, 256}; }
+MOE_EP_HOST_DEVICE constexpr Geometry geometry() { return {8, 256, 8, 4096, 14336, 14336, 256, 8}; }
 static_assert(WorkspaceLayout::of(geometry()).segment_bytes % kRegionAlignment == 0);
 static_assert(WorkspaceLayout::of(geometry()).payloads.bytes >= uint64_t{8} * 4096 * 14336);
 static_assert(ExpertPartition(10, 4).of_rank(1).first == 3);

@@ -2,7 +2,8 @@
 each rank returned.
 
 `pool` keeps eight processes for the whole session; `fresh` starts new ones for bodies that die;
-`launched` uses the processes that torchrun started. `process` is what runs inside a rank.
+`launched` uses the processes that torchrun started. `process` is what runs inside a rank, `devices`
+says on which GPU.
 """
 
 from tests.ranks.fresh import Outcome

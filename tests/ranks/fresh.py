@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.ranks import wire
+import torch
+
+from tests.ranks import devices, wire
 from tests.ranks.process import serve_once
 from tests.ranks.processes import RankFailedError, Ranks
 
@@ -35,18 +37,26 @@ def run_fresh(
     body: Callable[..., Any],
     kwargs: dict[str, Any],
     *,
-    device: str = "cpu",
+    mps: devices.Mps,
+    device: str = devices.CPU,
     seconds: float = 30,
 ) -> list[Outcome]:
     """Return how each of `size` new processes ended that ran `body(context, **kwargs)`.
 
+    mps: what they share a GPU by.
     Raises RankFailedError with the stacks if one did not end in time.
     """
     request = wire.dumps(wire.call_of(device, body, kwargs))
     everyone = range(size)
+    daemon = {} if device == devices.CPU else mps.environment()
+
+    def arguments(rank: int, port: int, stacks: str) -> tuple[Any, ...]:
+        share = devices.share_of(device, rank, size, torch.cuda.device_count())
+        return rank, size, port, stacks, {**daemon, **share}, request
+
     started = time.monotonic()
     deadline = started + seconds
-    ranks = Ranks(size, serve_once, lambda rank, port, stacks: (rank, size, port, stacks, request))
+    ranks = Ranks(size, serve_once, arguments)
     try:
         answers = ranks.collect(everyone, deadline)
         ended: dict[int, float] = {}

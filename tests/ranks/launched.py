@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import faulthandler
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import wire
+from tests.ranks import devices, wire
 from tests.ranks.fresh import Outcome, run_fresh
-from tests.ranks.process import groups_of_every_size, run
+from tests.ranks.process import Groups, run
 from tests.ranks.processes import RankFailedError
+from tools.mps import share_of_gpu
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -43,6 +44,12 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     return int(environment.get("WORLD_SIZE") or 1) > 1
 
 
+def take_share_of_gpu(environment: MutableMapping[str, str]) -> None:
+    """Set this process's share of a GPU, unless the launcher did. Before CUDA is initialised."""
+    for name, value in share_of_gpu(int(environment["WORLD_SIZE"])).items():
+        environment.setdefault(name, value)
+
+
 class LaunchedRanks:
     """Runs bodies in this process and its peers; all issue the same calls in the same order."""
 
@@ -53,7 +60,8 @@ class LaunchedRanks:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._groups = groups_of_every_size(self._world_size)
+        self._groups = Groups(self._world_size)
+        self._mps = devices.Mps()
         self.max_size = self._world_size
 
     def run(
@@ -62,7 +70,7 @@ class LaunchedRanks:
         body: Callable[..., Any],
         kwargs: dict[str, Any],
         *,
-        device: str = "cpu",
+        device: str = devices.CPU,
         seconds: float = 30,
     ) -> list[Any]:
         """Return what `body` returned on each of the last `size` processes, on every process.
@@ -78,7 +86,7 @@ class LaunchedRanks:
             if rank >= 0:
                 copied = wire.loads(wire.dumps(kwargs))
                 call = wire.call_of(device, body, copied)
-                mine = run(rank, size, self._groups[size], *call)
+                mine = run(rank, size, self._groups, *call)
             answers = self._gather(mine)[-size:]
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -97,7 +105,7 @@ class LaunchedRanks:
         body: Callable[..., Any],
         kwargs: dict[str, Any],
         *,
-        device: str = "cpu",
+        device: str = devices.CPU,
         seconds: float = 30,
     ) -> list[Outcome]:
         """Start fresh ranks once, from the first process, and return their outcomes on every
@@ -106,9 +114,10 @@ class LaunchedRanks:
         mine = wire.dumps(("value", None))
         if self._rank == 0:
             try:
-                mine = wire.dumps(
-                    ("value", run_fresh(size, body, kwargs, device=device, seconds=seconds))
+                outcomes = run_fresh(
+                    size, body, kwargs, mps=self._mps, device=device, seconds=seconds
                 )
+                mine = wire.dumps(("value", outcomes))
             except RankFailedError as failed:
                 mine = wire.dumps(("error", str(failed)))
         kind, what = self._gather(mine)[0]
@@ -118,6 +127,7 @@ class LaunchedRanks:
 
     def close(self) -> None:
         """Leave the default group."""
+        self._mps.close()
         dist.destroy_process_group()
 
     def _skip_unless(self, size: int) -> None:

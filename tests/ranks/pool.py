@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.ranks import wire
-from tests.ranks.fresh import run_fresh
+from tests.ranks import devices, wire
+from tests.ranks.fresh import Outcome, run_fresh
 from tests.ranks.process import serve
 from tests.ranks.processes import RankFailedError, Ranks
+from tools.mps import share_of_gpu
 
 MAX_RANKS = 8
 _START_SECONDS = 90.0
+_CUDA_START_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
 
 
@@ -26,6 +28,8 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
+        self._mps = devices.Mps()
+        self._sizes_with_cuda: set[tuple[str, int]] = set()
 
     def run(
         self,
@@ -33,16 +37,23 @@ class RankPool:
         body: Callable[..., Any],
         kwargs: dict[str, Any],
         *,
-        device: str = "cpu",
+        device: str = devices.CPU,
         seconds: float = 30,
     ) -> list[Any]:
         """Return what `body(context, **kwargs)` returned on each of `size` ranks.
 
+        A rank has the eighth part of a GPU whatever the size: it is fixed for a process's life.
         Raises RankFailedError with the traceback of each rank that raised, the exit code of each
         that died and the stack of each that did not end in time.
         """
         used = range(MAX_RANKS - size, MAX_RANKS)
-        request = wire.dumps((size, *wire.call_of(device, body, kwargs)))
+        environment: dict[str, str] = {}
+        if device != devices.CPU:
+            environment = {**self._mps.environment(), **share_of_gpu(MAX_RANKS)}
+            if (device, size) not in self._sizes_with_cuda:
+                self._sizes_with_cuda.add((device, size))
+                seconds += _CUDA_START_SECONDS
+        request = wire.dumps((size, environment, *wire.call_of(device, body, kwargs)))
         ranks = self._running()
         try:
             for rank in used:
@@ -52,20 +63,50 @@ class RankPool:
                 return [answers[rank][1] for rank in used]
             raise RankFailedError(_report(ranks, used, answers, body, seconds))
         except RankFailedError:
-            self.close()
+            self._replace_all()
             raise
         except BaseException:  # pytest's time limit or Ctrl-C: ranks are in the middle of a body
             print(ranks.stacks(used))
-            self.close()
+            self._replace_all()
             raise
 
-    run_fresh = staticmethod(run_fresh)
+    def run_fresh(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        kwargs: dict[str, Any],
+        *,
+        device: str = devices.CPU,
+        seconds: float = 30,
+    ) -> list[Outcome]:
+        """Return how each of `size` new processes ended; see `fresh.run_fresh`."""
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = run_fresh(size, body, kwargs, mps=self._mps, device=device, seconds=seconds)
+        finally:
+            killed = not outcomes or any(outcome.exit_code < 0 for outcome in outcomes)
+            if device != devices.CPU and killed:
+                self._kill()  # the daemon is theirs, too
+                self._mps.distrust()
+        return outcomes
 
     def close(self) -> None:
         """End the processes."""
+        self._kill()
+        self._mps.close()
+
+    def _replace_all(self) -> None:
+        """End the processes, and the MPS daemon if they used it; the next call starts new ones."""
+        used_cuda = bool(self._sizes_with_cuda)
+        self._kill()
+        if used_cuda:
+            self._mps.distrust()
+
+    def _kill(self) -> None:
         if self._ranks is not None:
             self._ranks.kill()
             self._ranks = None
+        self._sizes_with_cuda.clear()
 
     def _running(self) -> Ranks:
         if self._ranks is None:

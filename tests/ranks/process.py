@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from moe_ep import BootstrapConfig
-from tests.ranks import wire
+from tests.ranks import devices, wire
 
 _PR_SET_PDEATHSIG = 1
 _GROUP_TIMEOUT = timedelta(seconds=60)
@@ -35,8 +35,9 @@ class RankContext:
 
     rank, size: of the group that the test asked for. Where the group is a part of all processes,
         its ranks are not the global ones: a mix-up shows.
-    group: its process group. None in a fresh process, whose environment is set as torchrun sets it.
-    device: where the test wants its tensors.
+    group: its process group, Gloo; on devices.NCCL it has NCCL for CUDA tensors. None in a fresh
+        process, whose environment is set as torchrun sets it.
+    device: where the test wants its tensors, as torch names it: "cpu", "cuda:0".
     """
 
     rank: int
@@ -67,13 +68,38 @@ def prepare(stack_file: str) -> None:
     gc.freeze()  # what was imported before the fork would take the collector seconds at the exit
 
 
-def groups_of_every_size(world_size: int) -> dict[int, dist.ProcessGroup]:
-    """Return for each size a group of the last ranks. Collective over all processes."""
-    groups = {}
-    for size in range(1, world_size + 1):
-        group = dist.new_group(range(world_size - size, world_size), timeout=_GROUP_TIMEOUT)
-        groups[size] = cast(dist.ProcessGroup, group)  # an int where this process is no member
-    return groups
+class Groups:
+    """A group of the last ranks for each size."""
+
+    def __init__(self, world_size: int) -> None:
+        """Make those over Gloo. Collective over all processes."""
+        self._world_size = world_size
+        self._gloo = {
+            size: self._new_group(size, "gloo", among_members=False)
+            for size in range(1, world_size + 1)
+        }
+        self._nccl: dict[int, dist.ProcessGroup] = {}
+
+    def of(self, size: int, device: str) -> dist.ProcessGroup:
+        """Return the group for a body on `device`. Collective over the group.
+
+        NCCL's are made when first needed: they initialise CUDA.
+        """
+        if device != devices.NCCL:
+            return self._gloo[size]
+        if size not in self._nccl:
+            self._nccl[size] = self._new_group(size, "cpu:gloo,cuda:nccl", among_members=True)
+        return self._nccl[size]
+
+    def _new_group(self, size: int, backend: str, among_members: bool) -> dist.ProcessGroup:
+        members = list(range(self._world_size - size, self._world_size))
+        group = dist.new_group(
+            members,
+            timeout=_GROUP_TIMEOUT,
+            backend=backend,
+            use_local_synchronization=among_members,
+        )
+        return cast(dist.ProcessGroup, group)  # an int where this process is no member
 
 
 def serve(
@@ -86,16 +112,17 @@ def serve(
     dist.init_process_group(
         "gloo", store=store, rank=worker, world_size=world_size, timeout=_GROUP_TIMEOUT
     )
-    groups = groups_of_every_size(world_size)
+    groups = Groups(world_size)
     connection.send_bytes(wire.dumps(("value", "ready")))
     while True:
         try:
             request = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        size, *call = wire.loads(request)
+        size, environment, *call = wire.loads(request)
+        os.environ.update(environment)
         rank = worker - (world_size - size)
-        connection.send_bytes(run(rank, size, groups[size], *call))
+        connection.send_bytes(run(rank, size, groups, *call))
 
 
 def serve_once(
@@ -104,10 +131,13 @@ def serve_once(
     size: int,
     store_port: int,
     stack_file: str,
+    environment: dict[str, str],
     request: bytes,
 ) -> None:
     """Run one body in an environment like torchrun's, then leave through the interpreter's own
     exit.
+
+    environment: what CUDA needs besides.
     """
     prepare(stack_file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,6 +150,7 @@ def serve_once(
         MASTER_PORT=str(store_port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent holds the store
         TORCHELASTIC_RESTART_COUNT="0",
+        **environment,
     )
     status = 0
     try:
@@ -137,7 +168,7 @@ def serve_once(
 def run(
     rank: int,
     size: int,
-    group: dist.ProcessGroup | None,
+    groups: Groups | None,
     device: str,
     module: str,
     qualname: str,
@@ -146,6 +177,11 @@ def run(
     """Return the pickled ("value", result) or ("error", traceback) of one body."""
     try:
         body = wire.find(module, qualname)
-        return wire.dumps(("value", body(RankContext(rank, size, group, device), **kwargs)))
+        own_device = devices.enter(device, rank, size)
+        group = None if groups is None else groups.of(size, device)
+        value = body(RankContext(rank, size, group, own_device), **kwargs)
+        if own_device != devices.CPU:
+            torch.cuda.synchronize()  # a fault of the device is this body's, and not the next one's
+        return wire.dumps(("value", value))
     except Exception:
         return wire.dumps(("error", traceback.format_exc()))

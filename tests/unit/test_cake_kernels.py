@@ -74,6 +74,21 @@ class Group:
         return bool((self.memory[:, self.row_bytes :] == GUARD).all())
 
 
+def copies_of(got: kernels.ReceivedTokens) -> kernels.ReceivedTokens:
+    """What is valid until combine only, to keep."""
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.clone()
+
+    return kernels.ReceivedTokens(
+        [rows.clone() for rows in got.payloads],
+        got.topk_ids.clone(),
+        copy(got.topk_weights),
+        got.recv_token_counts.clone(),
+        copy(got.eplb_gathered_stats),
+    )
+
+
 def play(
     group: Group, rounds: Sequence[Round], partials: Sequence[Sequence[Tensor]]
 ) -> list[list[tuple[kernels.ReceivedTokens, Tensor]]]:
@@ -103,7 +118,7 @@ def play(
                 active_rank_mask=mask,
                 timeout_sec=SECONDS,
             )
-            got = got._replace(payloads=[rows.clone() for rows in got.payloads])
+            got = copies_of(got)
             combined = kernels.combine(
                 group.workspace,
                 group.geometry,
@@ -417,6 +432,41 @@ def test_a_missing_rank_is_named() -> None:
     assert "rank 1" in second
     assert "rank 2" in first
     assert "rank 2" in second
+
+
+def test_what_dispatch_brings_stays_in_the_workspace() -> None:
+    group, one = small_group()
+    kernels.initialize(group.workspace, group.geometry, 0)
+    weights = torch.full((2, 2), 0.5)
+    got = kernels.dispatch(
+        group.workspace, group.geometry, 0, one.topk_ids[0], [one.hidden_states[0]], weights
+    )
+    assert got.topk_weights is not None
+    begin = group.workspace.data_ptr()
+    for view in (got.topk_ids, got.topk_weights, got.recv_token_counts, *got.payloads):
+        assert begin <= view.data_ptr() < begin + group.row_bytes
+    assert_same_bits(got.topk_ids[:2], one.topk_ids[0].int())
+    assert (got.topk_ids[2] == -1).all()
+    assert_same_bits(got.topk_weights[:2], weights)
+    kernels.forget(group.workspace, group.geometry, 0)
+
+
+def test_the_op_with_new_outputs_gives_what_the_one_in_place_leaves() -> None:
+    group, one = small_group()
+    kernels.initialize(group.workspace, group.geometry, 0)
+    partial = torch.zeros(3, 8, dtype=torch.bfloat16)
+    ids, rows, weights = one.topk_ids[0], one.hidden_states[0], torch.full((2, 2), 0.5)
+    kept = copies_of(kernels.dispatch(group.workspace, group.geometry, 0, ids, [rows], weights))
+    kernels.combine(group.workspace, group.geometry, 0, partial, 2)
+    where = (group.geometry.fields(), 0)
+    new_ids, new_weights, new_counts, no_stats = torch.ops.moe_ep.cake_dispatch(
+        group.workspace, ids, weights, [rows], None, None, *where, -1, 3, SECONDS
+    )
+    assert_same_bits(new_ids, kept.topk_ids)
+    assert kept.topk_weights is not None
+    assert_same_bits(new_weights, kept.topk_weights)
+    assert_same_bits(new_counts, kept.recv_token_counts)
+    assert no_stats.shape == (0, 0)
 
 
 def test_sanitising_gives_rows_without_a_token_the_invalid_id() -> None:

@@ -25,7 +25,8 @@ from moe_ep import (
     create_communication,
     estimate_workspace_bytes,
 )
-from moe_ep.cake import CakeAlltoAllConfig, kernels
+from moe_ep.cake import CakeAlltoAll, CakeAlltoAllConfig, kernels
+from moe_ep.errors import MoEEpDisagreementError
 
 HIDDEN, CAPACITY = 4, 4
 PARAMS = MoEEpCommParams(4, 2, CAPACITY, HIDDEN, dtype=torch.float32)
@@ -113,14 +114,15 @@ def test_output_that_is_not_contiguous_is_written_also_with_an_invalid_id(
 )
 def test_sizes_past_the_limits_name_value_and_limit(changes: dict[str, int]) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8, "hidden_size": 64, **changes}
+    config = CakeAlltoAllConfig()
     with pytest.raises(MoEEpConfigError, match=r"\d.*got.*\d"):
-        estimate_workspace_bytes(MoEEpCommParams(**sizes), 1, CakeAlltoAllConfig())
+        estimate_workspace_bytes(MoEEpCommParams(**sizes), 1, config, device="cpu")
     with pytest.raises(MoEEpConfigError, match=r"\d.*got.*\d"):
         create_communication(BootstrapConfig(1, 0, device="cpu"), MoEEpCommParams(**sizes), "cake")
 
 
 def test_workspace_bytes_are_what_was_estimated(comm: MoEEpCommunication) -> None:
-    estimated = estimate_workspace_bytes(PARAMS, 1, CakeAlltoAllConfig())
+    estimated = estimate_workspace_bytes(PARAMS, 1, CakeAlltoAllConfig(), device="cpu")
     assert comm.workspace_bytes == estimated
     assert estimated % 4096 == 0
 
@@ -134,6 +136,37 @@ def test_a_mask_must_be_a_tensor_of_this_group_s_ranks() -> None:
         with pytest.raises(MoEEpConfigError, match="ranks below ep_size=1 only"):
             comm.dispatch(ROWS, IDS, active_rank_mask=two_ranks)  # type: ignore[call-arg]
         assert_a_round_is_right(comm)
+
+
+def test_a_mask_must_be_on_the_cpu_or_the_device() -> None:
+    bootstrap = BootstrapConfig(1, 0, device="cpu")
+    with create_communication(bootstrap, PARAMS, "cake", enable_rank_mask=True) as comm:
+        elsewhere = torch.empty(1, dtype=torch.uint64, device="meta")
+        with pytest.raises(MoEEpConfigError, match="active_rank_mask must be on cpu, got meta"):
+            comm.dispatch(ROWS, IDS, active_rank_mask=elsewhere)  # type: ignore[call-arg]
+        assert_a_round_is_right(comm)
+
+
+@pytest.mark.parametrize("enable_pdl", [None, True, False])
+def test_enable_pdl_is_accepted_everywhere(enable_pdl: bool | None) -> None:
+    bootstrap = BootstrapConfig(1, 0, device="cpu")
+    with create_communication(bootstrap, PARAMS, "cake", enable_pdl=enable_pdl) as comm:
+        assert_a_round_is_right(comm)
+
+
+def test_enable_pdl_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="enable_pdl must be a bool or None, got 1"):
+        CakeAlltoAllConfig(enable_pdl=1)  # type: ignore[arg-type]
+
+
+def test_cake_says_why_it_cannot_run_on_a_device() -> None:
+    assert CakeAlltoAll.unsupported_reason() is None
+    assert CakeAlltoAll.unsupported_reason(torch.device("cpu")) is None
+    meta = CakeAlltoAll.unsupported_reason(torch.device("meta"))
+    assert meta == "cake runs on the CPU and on CUDA devices, got device meta"
+    missing = CakeAlltoAll.unsupported_reason(torch.device("cuda", 99))
+    assert missing is not None
+    assert any(why in missing for why in ("no CUDA kernels", "no CUDA device", "no cuda:99"))
 
 
 def test_a_forked_child_is_told_so(comm: MoEEpCommunication) -> None:
@@ -180,7 +213,7 @@ class Threads:
 def round_after_disagreement(threads: Threads, rank: int) -> list[str]:
     said = []
     for _ in range(500):
-        with pytest.raises(MoEEpConfigError) as caught:
+        with pytest.raises(MoEEpDisagreementError) as caught:
             threads.dispatch(rank, tokens_per_rank=3 + rank)
         said.append(str(caught.value))
         threads.combine(rank, threads.dispatch(rank, tokens_per_rank=4).payloads[0])

@@ -3,7 +3,7 @@
 import pytest
 
 import moe_ep
-from moe_ep.errors import raise_typed_errors, translate_op_error
+from moe_ep.errors import MoEEpDisagreementError, raise_typed_errors, translate_op_error
 
 TYPED = [
     moe_ep.MoEEpConfigError,
@@ -16,11 +16,12 @@ TYPED = [
 
 def test_config_errors_are_value_errors_and_the_others_runtime_errors():
     assert issubclass(moe_ep.MoEEpConfigError, ValueError)
+    assert issubclass(MoEEpDisagreementError, moe_ep.MoEEpConfigError)
     assert all(issubclass(cls, RuntimeError) for cls in TYPED[1:])
     assert all(issubclass(cls, moe_ep.MoEEpError) for cls in TYPED)
 
 
-@pytest.mark.parametrize("cls", TYPED)
+@pytest.mark.parametrize("cls", [*TYPED, MoEEpDisagreementError])
 def test_an_op_s_message_becomes_the_typed_error_it_names(cls):
     error = translate_op_error(RuntimeError(f"{cls.__name__}: rank 0: waited 2.0 s"))
     assert type(error) is cls

@@ -1,0 +1,108 @@
+"""What is one round? Dispatch and combine of one backend, and the proof that it was right."""
+
+from __future__ import annotations
+
+import torch
+from places import Place
+from torch import Tensor
+from variants import Variant
+from workload import Workload
+
+from moe_ep import BootstrapConfig, MoEEpDispatchResult, create_communication
+
+
+class Rounds:
+    """A communication and its buffers. The experts are left out of a round: what they return for
+    these inputs lies ready, where combine reads it or in ordinary memory.
+
+    All device work goes to the current stream.
+    """
+
+    def __init__(self, variant: Variant, workload: Workload, place: Place) -> None:
+        """Collective."""
+        case = workload.case
+        self.variant = variant
+        self._work = workload
+        bootstrap = BootstrapConfig(place.ranks, place.rank, device=place.device)
+        self._comm = create_communication(
+            bootstrap, case.params, variant.backend, **variant.options
+        )
+        # In memory that has been written before: on the CPU the first touch of fresh pages costs
+        # more than the exchange itself.
+        self._output = torch.zeros(
+            case.tokens, case.hidden_size, dtype=case.params.token_dtype, device=place.device
+        )
+        self._expert_output: Tensor | None = None
+        self.received: MoEEpDispatchResult | None = None
+        """What the last dispatch that Python issued returned."""
+
+    @property
+    def can_be_captured(self) -> bool:
+        return self._comm.supports_cuda_graph
+
+    def dispatch(self) -> None:
+        work = self._work
+        self.received = self._comm.dispatch(
+            work.hidden_states,
+            work.topk_ids,
+            work.topk_weights,
+            hidden_states_scale=work.hidden_states_scale,
+        )
+
+    def combine(self) -> None:
+        self._comm.combine(self._combine_input(), output=self._output)
+
+    def verify(self) -> None:
+        """Run one round, experts included, and check it. Collective.
+
+        Leaves the experts' outputs for the rounds to come, and poison in place of all that was
+        received and returned: a round that writes nothing is then found out by `verify_last`.
+        """
+        self.dispatch()
+        received = self.received
+        assert received is not None
+        self._work.check_dispatch(received)
+        self._work.evaluate_experts(into=self._combine_input())
+        _poison(received)
+        self._output.fill_(float("nan"))
+        self.combine()
+        self._work.check_combine(self._output)
+        self._output.fill_(float("nan"))
+
+    def verify_last(self, received: MoEEpDispatchResult | None) -> None:
+        """Check every element that the last round left, before any rank starts another.
+
+        received: what that round's dispatch returned.
+        """
+        assert received is not None, "no round was run"
+        self._work.check_dispatch(received)
+        self._work.check_combine(self._output)
+
+    def check(self) -> None:
+        """Raise what the device recorded."""
+        self._comm.check()
+
+    def close(self) -> None:
+        """Collective."""
+        self.received = None
+        self._comm.destroy()
+
+    def _combine_input(self) -> Tensor:
+        if self.variant.zero_copy:
+            buffer = self._comm.get_combine_input_buffer(self._output.dtype)
+            if buffer is not None:
+                return buffer
+        if self._expert_output is None:
+            rows = self._comm.ep_size * len(self._output)
+            self._expert_output = self._output.new_zeros(rows, self._output.shape[1])
+        return self._expert_output
+
+
+def _poison(received: MoEEpDispatchResult) -> None:
+    """Overwrite what a consumer may overwrite between dispatch and combine."""
+    received.hidden_states.view(torch.uint8).fill_(0xFF)
+    if received.hidden_states_scale is not None:
+        received.hidden_states_scale.view(torch.uint8).fill_(0xFF)
+    received.topk_ids.fill_(0x55555555)
+    if received.topk_weights is not None:
+        received.topk_weights.fill_(float("nan"))

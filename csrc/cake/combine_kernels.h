@@ -1,0 +1,24 @@
+// The combine kernels of Cake and what launches them. All of them form the same sums: a token's
+// rows in ascending order of their ranks, in float32, rounded once.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cake/cuda.h"
+#include "cake/cuda_params.h"
+
+namespace moe_ep::cake {
+
+// Each launches one kernel and does not wait for it. cudaErrorInvalidValue: rows or steps so large
+// that their pieces cannot be counted in 32 bits (a row of 16 GiB, 7 TiB of output).
+
+// Few tokens: summed from registers, all rows of a token in flight.
+cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContext& context);
+
+// Many tokens: rows come through shared memory, by the copy engine.
+cudaError_t launch_combine_bulk(const CombineKernelParams& p, const CudaContext& context);
+
+// Any number of tokens; the sums are rounded to p.quantized instead of p.output.
+cudaError_t launch_combine_quantized(const CombineKernelParams& p, const CudaContext& context);
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,52 @@
+// From the arguments that CPU and CUDA share to what kernels get, and how they are launched.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cake/cuda.h"
+#include "cake/cuda_params.h"
+
+namespace moe_ep::cake {
+
+DispatchKernelParams kernel_params(const DispatchParams& p, const CudaContext& context);
+CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& context);
+
+// Of the current device: under MPS this is the process's share already.
+cudaError_t multiprocessor_count(int* count);
+
+struct LaunchShape {
+  int ctas;
+  int threads;       // of a CTA
+  int shared_bytes;  // dynamic
+};
+
+// Launches a kernel that takes one params struct by value. A kernel may use all shared memory of a
+// multiprocessor.
+template <typename Params>
+cudaError_t launch(void (*kernel)(Params), const LaunchShape& shape, const CudaContext& context,
+                   const Params& params) {
+  if (shape.shared_bytes > 48 * 1024) {
+    // A few hundred nanoseconds on the host, none in a captured graph; remembering it per kernel
+    // and device would need state that outlives device resets.
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = context.stream;
+  config.attrs = &attribute;
+  config.numAttrs = context.programmatic_launch ? 1 : 0;
+  Params copy = params;
+  void* arguments[] = {&copy};
+  return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+}
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,81 @@
+// The ranks that a token goes to, with its ids loaded ahead of what is made of them.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/cuda_params.h"
+#include "cake/device/routing.cuh"
+
+namespace moe_ep::cake {
+
+// Some ids of a token as they came. They are loaded without a branch and not looked at before
+// everything is on its way, so that all take one wait, and other loads fly with them. Behind the
+// last id the last ones come again: the ranks of a token are a set.
+//
+// kWhole: rows of ids start on 16 bytes and are of whole 16 bytes.
+template <bool kWhole>
+struct IdBlock {
+  static constexpr int kIds = 8;
+  uint32_t words[2 * kIds];  // int32: the ids and, behind them or between, words of no meaning
+
+  __device__ static IdBlock load(const DispatchKernelParams& p, int32_t token, int32_t first) {
+    IdBlock block;
+    const int32_t words_per_id = p.ids_are_int64 ? 2 : 1;
+    const int32_t left = (p.workspace.top_k - first) * words_per_id;  // words
+    const int64_t start = (static_cast<int64_t>(token) * p.workspace.top_k + first) * words_per_id;
+    const auto* const from = static_cast<const uint32_t*>(p.topk_ids) + start;
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int i = 0; i < 2 * kIds; i += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from + min(i, left - 4));
+        block.words[i] = four.x;
+        block.words[i + 1] = four.y;
+        block.words[i + 2] = four.z;
+        block.words[i + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kIds; ++i) {
+        const int32_t low = min(i * words_per_id, left - words_per_id);
+        block.words[2 * i] = from[low];
+        block.words[2 * i + 1] = from[low + words_per_id - 1];
+      }
+    }
+    return block;
+  }
+
+  // An id, or -1 for what is no expert and too wide for 32 bits.
+  __device__ int32_t id(bool is_int64, int i) const {
+    const uint32_t low = words[2 * i];
+    const uint32_t id = is_int64 ? (words[2 * i + 1] == 0 ? low : ~0u) : kWhole ? words[i] : low;
+    return static_cast<int32_t>(id);
+  }
+};
+
+// The active ranks that own one of the token's experts. `block` has its first ids.
+template <int kWords, bool kWhole>
+__device__ RankSet<kWords> destinations_of(const DispatchKernelParams& p, int32_t token,
+                                           const RankSet<kWords>& active, IdBlock<kWhole> block) {
+  constexpr int kIds = IdBlock<kWhole>::kIds;
+  RankSet<kWords> set{};
+#pragma unroll 1
+  for (int32_t next = kIds;; next += kIds) {
+#pragma unroll
+    for (int i = 0; i < kIds; ++i) {
+      const int32_t id = block.id(p.ids_are_int64, i);
+      const bool is_expert = p.partition.contains(id);
+      const int32_t owner = p.partition.owner_of(is_expert ? id : 0);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        set.words[w] |= is_expert && w == owner / kWarpSize ? 1u << (owner % kWarpSize) : 0;
+      }
+    }
+    if (next >= p.workspace.top_k) break;
+    block = IdBlock<kWhole>::load(p, token, next);
+  }
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) set.words[w] &= active.words[w];
+  return set;
+}
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,110 @@
+// What one warp of a packet dispatch does for the whole grid: headers, state, counts.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/cuda_params.h"
+#include "cake/device/agreement.cuh"
+#include "cake/device/announcements.cuh"
+#include "cake/device/bounded_wait.cuh"
+#include "cake/device/packet_receive.cuh"
+#include "cake/device/packet_round.cuh"
+#include "cake/device/routing.cuh"
+#include "cake/device/workspace.cuh"
+
+namespace moe_ep::cake {
+
+// What combine reads, and the counters that it has used.
+template <int kWords>
+__device__ void keep_state(const DispatchKernelParams& p, const Round<kWords>& round) {
+  const DeviceSegment own = own_segment(p.workspace);
+  if (lane_id() == 0) {
+    DeviceState* const state = own.state();
+    state->combine_epoch = round.epoch;
+    state->poisoned_epoch = round.epoch - 1;  // so that no old one is ever met again
+    state->num_tokens = p.num_tokens;
+    state->tokens_per_rank = p.tokens_per_rank;
+    RankMask active;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      active.words[w / 2] |= static_cast<uint64_t>(round.active.words[w]) << (w % 2 * 32);
+    }
+    state->active = active;
+    state->combine_items = 0;
+    state->stage_items = 0;
+  }
+#pragma unroll 1
+  for (int32_t rank = lane_id(); rank < p.workspace.ep_size; rank += kWarpSize) {
+    own.staged_items()[rank] = 0;
+  }
+}
+
+// Waits for the headers of all ranks, writes the counts, and settles a disagreement.
+template <int kWords>
+__device__ void keep_counts(const DispatchKernelParams& p, const Round<kWords>& round) {
+  Announcements<kWords> sources(p, round, false);
+  int32_t* const own_counts = own_segment(p.workspace).recv_counts();
+  bool agreed = true;
+#pragma unroll 1
+  for (int32_t first = 0; first < p.workspace.ep_size; first += kWarpSize) {
+    sources.look_at(first);
+    Patience patience;
+    while (!sources.knows_window()) {
+      const uint4 header = sources.load();
+      sources.take(header);
+      if (sources.knows_window()) break;
+      if (sources.expired(patience, sources.first_missing(), header)) break;
+    }
+    const int32_t source = first + lane_id();
+    if (source >= p.workspace.ep_size) continue;
+    const int32_t rows = sources.rows();
+    agreed &= rows >= 0 || !round.active.contains(source);
+    p.out_recv_counts[source] = max(rows, 0);
+    own_counts[source] = max(rows, 0);
+  }
+  __syncwarp();
+  if (sources.abandoned()) {
+    clear_recv_counts(p);
+  } else if (!__all_sync(kAllLanes, agreed)) {
+    settle_disagreement(p, round.active, round.epoch);
+  }
+}
+
+template <int kWords>
+__device__ void keep_books(const DispatchKernelParams& p, const Round<kWords>& round,
+                           const Routes<kWords>& routes) {
+  const int lane = lane_id();
+  const int32_t own = p.workspace.ep_rank;
+  int32_t rows_to_self = 0;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const int32_t rows = __popc(routes.tokens_to[w]);
+    if ((round.active.words[w] >> lane) & 1) {
+      send_header(p, w * kWarpSize + lane, rows, round.signature, round.epoch);
+    }
+    if (w == own / kWarpSize) rows_to_self = __shfl_sync(kAllLanes, rows, own % kWarpSize);
+  }
+  keep_state(p, round);
+#pragma unroll 1
+  for (int32_t row = rows_to_self; row < p.tokens_per_rank; ++row) {
+    clear_row(p, static_cast<int64_t>(own) * p.tokens_per_rank + row);
+  }
+  // Nobody waits for the arrivals of this round; they keep the words in step with the epoch.
+#pragma unroll 1
+  for (int32_t rank = lane; rank < p.workspace.ep_size; rank += kWarpSize) {
+    if (!round.active.contains(rank)) continue;
+    atomicAdd_system(DeviceSegment(p.workspace, rank).dispatch_arrivals(own), kArrivalsPerRound);
+  }
+  keep_counts(p, round);
+}
+
+// After a failure: nothing is sent and nothing has come.
+__device__ inline void keep_nothing(const DispatchKernelParams& p) {
+  clear_recv_counts(p);
+#pragma unroll 1
+  for (int32_t row = 0; row < p.tokens_per_rank; ++row) {
+    clear_row(p, static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank + row);
+  }
+}
+
+}  // namespace moe_ep::cake

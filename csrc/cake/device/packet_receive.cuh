@@ -1,0 +1,106 @@
+// The receives of a packet dispatch: waiting for packets, and unpacking them.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/cuda_params.h"
+#include "cake/device/announcements.cuh"
+#include "cake/device/bounded_wait.cuh"
+#include "cake/device/memory_access.cuh"
+#include "cake/device/packet_round.cuh"
+#include "cake/device/record.cuh"
+#include "cake/device/record_access.cuh"
+#include "cake/device/routing.cuh"
+#include "cake/device/workspace.cuh"
+
+namespace moe_ep::cake {
+
+// Waits for a warp's piece of what `source` sends as its row `row`; -1 stands for what comes
+// without rows. False: it does not come.
+template <int kWords>
+__device__ bool receive_piece(const RecordShape& shape, const uint8_t* slot, int32_t q,
+                              int32_t source, int32_t row, uint32_t epoch,
+                              Announcements<kWords>& sources, ThreadWords& words) {
+  sources.look_at(source);
+  Patience patience;
+  for (;;) {  // header and row are looked at together
+    const bool known = sources.knows(source);
+    if (known && sources.rows_of(source) <= row) return false;
+    uint4 header = make_uint4(0, 0, 0, 0);
+    if (!known) header = sources.load();
+    bool ready = true;
+    if (q < shape.threads) {
+      uint4 packets[kPacketsPerThread];
+#pragma unroll
+      for (int j = 0; j < kPacketsPerThread; ++j) {
+        packets[j] = load_packet(slot + shape.packet_offset(q, j));
+      }
+#pragma unroll
+      for (int j = 0; j < kPacketsPerThread; ++j) {
+        ready &= packets[j].w == epoch;
+        words.set_packet(j, packets[j]);
+      }
+    }
+    if (!known) {
+      sources.take(header);
+      if (sources.knows(source)) {
+        if (sources.rows_of(source) <= row) return false;
+      } else {
+        ready = false;
+      }
+    }
+    if (__all_sync(kAllLanes, ready)) return true;
+    if (sources.expired(patience, source, header)) return false;
+  }
+}
+
+// A row without a token. One warp.
+__device__ inline void clear_row(const DispatchKernelParams& p, int64_t row) {
+  const int lane = lane_id();
+  if (lane >= p.workspace.top_k) return;
+  p.out_topk_ids[row * p.workspace.top_k + lane] = p.invalid_expert_id;
+  if (p.has_weights) p.out_topk_weights[row * p.workspace.top_k + lane] = 0.0f;
+}
+
+template <int kWords, bool kWhole>
+__device__ void receive_row(const PacketDispatchParams& params, const Round<kWords>& round,
+                            int32_t task, Announcements<kWords>& sources) {
+  const DispatchKernelParams& p = params.dispatch;
+  const int32_t slot = params.by_record_pieces.divide(task);
+  const int32_t piece = task - slot * params.record.pieces;
+  int32_t source = params.by_tokens_per_rank.divide(slot);
+  const int32_t row = slot - source * p.tokens_per_rank;
+  if (source >= p.workspace.ep_rank) ++source;
+  const int32_t q = piece * kWarpSize + lane_id();
+  const int64_t out_row = static_cast<int64_t>(source) * p.tokens_per_rank + row;
+  const uint8_t* const packets = own_segment(p.workspace).dispatch_packets(source, row);
+  ThreadWords words;
+  if (receive_piece(params.record, packets, q, source, row, round.epoch, sources, words)) {
+    store_record<kWhole>(params.parts, params.record, out_row, q, words);
+  } else if (piece == params.record.pieces - 1) {
+    clear_row(p, out_row);
+  }
+}
+
+template <int kWords>
+__device__ void receive_stats(const PacketDispatchParams& params, const Round<kWords>& round,
+                              int32_t task, Announcements<kWords>& sources) {
+  const DispatchKernelParams& p = params.dispatch;
+  int32_t source = params.by_stats_pieces.divide(task);
+  const int32_t q = (task - source * params.stats.pieces) * kWarpSize + lane_id();
+  if (source >= p.workspace.ep_rank) ++source;
+  const int32_t num_experts = p.workspace.eplb_stats_num_experts;
+  int32_t* const out = p.out_eplb_stats + static_cast<int64_t>(source) * num_experts;
+  const uint8_t* const packets = own_segment(p.workspace).stats_packets(source);
+  ThreadWords words;
+  if (!receive_piece(params.stats, packets, q, source, -1, round.epoch, sources, words)) {
+    words = {};
+  }
+  if (q >= params.stats.threads) return;
+#pragma unroll
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    store_words(out, num_experts, params.stats.chunk(q, k), words.chunk(k));
+  }
+}
+
+}  // namespace moe_ep::cake

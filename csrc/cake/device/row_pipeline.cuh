@@ -1,0 +1,253 @@
+// Rows of tokens on their way through shared memory. Each working warp has a ring of stages that
+// the copy engine fills and empties; lane r sends to rank r.
+//
+// A token's record is its payload rows back to back, each padded to kRowAlignment. Records go in
+// parts, and a part of a token is one item of work. Items are taken from a counter, never fixed to
+// a CTA: multiprocessors differ in speed by 20 %, and a CTA that starts late finds nothing left.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/cuda_params.h"
+#include "cake/device/memory_access.cuh"
+#include "cake/device/routing.cuh"
+#include "cake/device/workspace.cuh"
+
+namespace moe_ep::cake {
+
+inline constexpr uint32_t kNoItem = 0xFFFFFFFFu;
+
+struct PipelineShape {
+  int32_t warps;        // of a CTA that may work
+  int32_t stages;       // of a warp: 2 .. 16
+  uint32_t parts;       // of a record
+  uint32_t part_bytes;  // a multiple of kRowAlignment; the last part may be shorter
+  uint64_t record_bytes;
+
+  MOE_EP_HOST_DEVICE constexpr int32_t bytes() const {
+    return warps * stages * static_cast<int32_t>(part_bytes + sizeof(BulkBarrier));
+  }
+};
+
+// Copies with the lanes of a warp, many loads in flight.
+template <typename Unit>
+__device__ void copy_units(uint8_t* to, const uint8_t* from, uint32_t bytes) {
+  constexpr int kInFlight = 8;
+  const uint32_t units = bytes / sizeof(Unit);
+  const Unit* in = reinterpret_cast<const Unit*>(from);
+  Unit* out = reinterpret_cast<Unit*>(to);
+  for (uint32_t begin = lane_id(); begin < units; begin += kInFlight * kWarpSize) {
+    Unit unit[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (begin + i * kWarpSize < units) unit[i] = in[begin + i * kWarpSize];
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (begin + i * kWarpSize < units) out[begin + i * kWarpSize] = unit[i];
+    }
+  }
+}
+
+// For rows that the copy engine cannot read: in the widest units of which their start, stride and
+// width (or-ed together: `alignment`) are multiples.
+__device__ inline void copy_by_lanes(uint8_t* to, const uint8_t* from, uint32_t bytes,
+                                     uint64_t alignment) {
+  if (alignment % 8 == 0) {
+    copy_units<uint64_t>(to, from, bytes);
+  } else if (alignment % 4 == 0) {
+    copy_units<uint32_t>(to, from, bytes);
+  } else if (alignment % 2 == 0) {
+    copy_units<uint16_t>(to, from, bytes);
+  } else {
+    copy_units<uint8_t>(to, from, bytes);
+  }
+}
+
+// kAllInBulk: all payloads are aligned, so that the copy engine reads all rows.
+template <bool kAllInBulk>
+class RowPipeline {
+ public:
+  // `memory` has shape.bytes(), aligned to kRowAlignment. All warps.
+  __device__ RowPipeline(const DispatchKernelParams& p, const PipelineShape& shape, uint8_t* memory)
+      : p_(p), shape_(shape) {
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarpSize;
+    rows_ = memory + static_cast<uint64_t>(warp * shape.stages) * shape.part_bytes;
+    arrived_ = reinterpret_cast<BulkBarrier*>(memory + static_cast<uint64_t>(shape.warps) *
+                                                           shape.stages * shape.part_bytes) +
+               warp * shape.stages;
+    // With few items fewer warps of a CTA work, so that all multiprocessors do.
+    num_items_ = static_cast<uint32_t>(p.num_tokens) * shape.parts;
+    const uint32_t ctas = gridDim.x;
+    const uint32_t workers =
+        min(static_cast<uint32_t>(shape.warps), (num_items_ + ctas - 1) / ctas);
+    works_ = static_cast<uint32_t>(warp) < workers;
+    more_ = num_items_ > ctas * workers;
+    if (!works_) return;
+    at_once_ = min(max(num_items_ / (ctas * workers), 1u), static_cast<uint32_t>(shape.stages));
+    if (lane_id() < shape.stages) arrived_[lane_id()].init();
+    BulkBarrier::publish_init();
+    __syncwarp();
+  }
+
+  // Asks for the first items; their numbers are on the way while the caller does something else.
+  __device__ void reserve() {
+    if (works_ && lane_id() == 0) next_ = atomicAdd(counter(), at_once_);
+  }
+
+  // Starts the loads of all stages.
+  __device__ void fill() {
+    if (!works_) return;
+    const uint32_t first = __shfl_sync(kAllLanes, next_, 0);
+    uint32_t item = first + lane_id();  // lane s: of stage s; behind them what comes next
+    if (lane_id() >= static_cast<int>(at_once_)) {
+      item = kNoItem;
+      if (more_ && first < num_items_ && lane_id() <= shape_.stages) {
+        item = atomicAdd(counter(), 1u);
+      }
+    }
+#pragma unroll 1
+    for (int32_t stage = 0; stage < shape_.stages; ++stage) {
+      load(stage, __shfl_sync(kAllLanes, item, stage));
+    }
+    next_ = __shfl_sync(kAllLanes, item, shape_.stages);
+  }
+
+  // The item at hand, or kNoItem. The same in all lanes.
+  __device__ uint32_t item() const {
+    return works_ ? __shfl_sync(kAllLanes, item_, stage_) : kNoItem;
+  }
+  __device__ int32_t token_of(uint32_t item) const {
+    return static_cast<int32_t>(shape_.parts == 1 ? item : item / shape_.parts);
+  }
+  __device__ uint32_t part_of(uint32_t item) const {
+    return shape_.parts == 1 ? 0 : item % shape_.parts;
+  }
+
+  // Returns when the item at hand is in its stage.
+  __device__ void await() {
+    arrived_[stage_].wait(parity_);
+    __syncwarp();  // what lanes copied themselves, each has fenced
+  }
+
+  // Sends the part at hand to a row of a rank. Lanes differ in rank and row; each may send several.
+  __device__ void send(uint32_t part, const DeviceSegment& segment, int64_t row) const {
+    const uint8_t* from = stage_memory(stage_);
+    for_each_piece(part, [&](const Piece& piece) {
+      bulk_store(segment.payload_row(p_.placement, piece.payload, row) + piece.in_row,
+                 from + piece.in_stage, piece.bytes);
+    });
+  }
+
+  __device__ void end_sends() { bulk_commit(); }
+
+  // Goes on to the next item. The stage that was sent one item ago is filled again: of the last
+  // item the stores may still be reading.
+  __device__ void advance() {
+    bulk_wait_read<1>();
+    __syncwarp();
+    if (previous_ >= 0) {
+      const uint32_t item = __shfl_sync(kAllLanes, next_, 0);
+      load(previous_, item);
+      if (lane_id() == 0 && item < num_items_) next_ = atomicAdd(counter(), 1u);
+    }
+    previous_ = stage_;
+    if (++stage_ == shape_.stages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  // Bytes of one payload within a part.
+  struct Piece {
+    int32_t payload;
+    uint64_t in_row;
+    uint32_t in_stage;
+    uint32_t bytes;
+  };
+
+  template <typename Visit>
+  __device__ void for_each_piece(uint32_t part, const Visit& visit) const {
+    const uint64_t begin = static_cast<uint64_t>(part) * shape_.part_bytes;
+    const uint64_t end = min(begin + shape_.part_bytes, shape_.record_bytes);
+    uint64_t row_begin = 0;
+#pragma unroll 1  // mostly one payload or two
+    for (int32_t i = 0; i < p_.num_payloads; ++i) {
+      const uint64_t row_end = row_begin + p_.placement.pitch[i];
+      const uint64_t from = max(begin, row_begin);
+      const uint64_t to = min(end, row_end);
+      if (from < to) {
+        visit(Piece{i, from - row_begin, static_cast<uint32_t>(from - begin),
+                    static_cast<uint32_t>(to - from)});
+      }
+      row_begin = row_end;
+    }
+  }
+
+  __device__ bool goes_in_bulk(int32_t payload) const {
+    return kAllInBulk || p_.payload_is_aligned[payload];
+  }
+
+  __device__ void load(int32_t stage, uint32_t item) {
+    const bool exists = item < num_items_;
+    if (lane_id() == stage) item_ = exists ? item : kNoItem;
+    if (!exists) return;
+    const int64_t token = token_of(item);
+    const uint32_t part = part_of(item);
+    uint8_t* const to = stage_memory(stage);
+    if (lane_id() == 0) {
+      uint32_t bytes = 0;
+      for_each_piece(part, [&](const Piece& piece) {
+        if (goes_in_bulk(piece.payload)) bytes += piece.bytes;
+      });
+      arrived_[stage].expect(bytes);
+      for_each_piece(part, [&](const Piece& piece) {
+        if (!goes_in_bulk(piece.payload)) return;
+        const RowsIn& rows = p_.payloads[piece.payload];
+        bulk_load(to + piece.in_stage, rows.data + token * rows.stride + piece.in_row, piece.bytes,
+                  arrived_[stage]);
+      });
+    }
+    if constexpr (!kAllInBulk) {
+      for_each_piece(part, [&](const Piece& piece) {
+        if (!goes_in_bulk(piece.payload)) copy_piece(piece, token, to + piece.in_stage);
+      });
+      fence_shared_to_bulk();
+    }
+  }
+
+  // Leaves the bytes between a row's end and its pitch as they are.
+  __device__ void copy_piece(const Piece& piece, int64_t token, uint8_t* to) const {
+    const RowsIn& rows = p_.payloads[piece.payload];
+    const auto row_bytes = static_cast<uint64_t>(rows.row_bytes);
+    const uint64_t end = min(piece.in_row + piece.bytes, row_bytes);
+    const uint64_t alignment =
+        reinterpret_cast<uint64_t>(rows.data) | static_cast<uint64_t>(rows.stride) | row_bytes;
+    copy_by_lanes(to, rows.data + token * rows.stride + piece.in_row,
+                  static_cast<uint32_t>(end - piece.in_row), alignment);
+  }
+
+  __device__ uint8_t* stage_memory(int32_t stage) const {
+    return rows_ + static_cast<uint64_t>(stage) * shape_.part_bytes;
+  }
+  __device__ uint32_t* counter() const {
+    return &own_segment(p_.workspace).state()->dispatch_items;
+  }
+
+  const DispatchKernelParams& p_;
+  const PipelineShape& shape_;
+  uint8_t* rows_;         // of this warp's stages
+  BulkBarrier* arrived_;  // of this warp's stages
+  uint32_t num_items_;
+  bool works_;               // this warp has items
+  bool more_;                // than one for every working warp
+  uint32_t at_once_ = 0;     // items of the first grab
+  uint32_t item_ = kNoItem;  // lane s: of stage s
+  uint32_t next_ = kNoItem;  // lane 0: taken from the counter, not loaded
+  int32_t stage_ = 0;        // of the item at hand
+  int32_t previous_ = -1;
+  uint32_t parity_ = 0;
+};
+
+}  // namespace moe_ep::cake

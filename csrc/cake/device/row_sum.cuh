@@ -1,0 +1,122 @@
+// Rows of the three element types, 16 bytes at a time: unpacked and added in float32, and rounded
+// at the end. Sums start from +0.0 and add rows in the order given. The bits are those of
+// cake/reduce_rows.cpp: the hardware rounds as IEEE 754 says, and its NaNs are replaced by ours.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cake/params.h"
+#include "core/float_formats.h"
+
+namespace moe_ep::cake {
+
+// The NaN that conversions to 16 bits give.
+inline constexpr uint16_t kConvertedNan = 0x7FFF;
+
+// Replaces it in both halves of a word.
+template <uint16_t kNan>
+__device__ uint32_t with_canonical_nans(uint32_t pair) {
+  constexpr uint32_t kBoth = 0x00010001u;
+  return pair ^ (__vcmpeq2(pair, kConvertedNan * kBoth) & ((kConvertedNan ^ kNan) * kBoth));
+}
+
+// The words of a chunk, for loops that are unrolled.
+__device__ inline uint32_t word_of(uint4 chunk, int i) {
+  return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
+}
+
+// 16 bytes of a row.
+template <RowType kType>
+struct Chunk;
+
+template <>
+struct Chunk<RowType::kFloat32> {
+  using Element = uint32_t;  // as bits
+  static constexpr int kElements = 4;
+  static constexpr Element kNan = kFloat32Nan;
+
+  __device__ static void add(float (&sum)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __uint_as_float(word_of(chunk, i)));
+  }
+  __device__ static uint4 round(const float (&sum)[kElements]) {
+    return make_uint4(bits(sum[0]), bits(sum[1]), bits(sum[2]), bits(sum[3]));
+  }
+
+ private:
+  __device__ static uint32_t bits(float sum) {
+    return sum != sum ? kFloat32Nan : __float_as_uint(sum);
+  }
+};
+
+template <>
+struct Chunk<RowType::kFloat16> {
+  using Element = uint16_t;
+  static constexpr int kElements = 8;
+  static constexpr Element kNan = kFloat16Nan;
+
+  __device__ static void add(float (&sum)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low, high;
+      asm("{.reg .f16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}"
+          : "=f"(low), "=f"(high)
+          : "r"(word_of(chunk, i)));
+      sum[2 * i] = __fadd_rn(sum[2 * i], low);
+      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], high);
+    }
+  }
+  __device__ static uint4 round(const float (&sum)[kElements]) {
+    return make_uint4(pair(sum[0], sum[1]), pair(sum[2], sum[3]), pair(sum[4], sum[5]),
+                      pair(sum[6], sum[7]));
+  }
+
+ private:
+  __device__ static uint32_t pair(float low, float high) {
+    uint32_t bits;
+    asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
+    return with_canonical_nans<kNan>(bits);
+  }
+};
+
+template <>
+struct Chunk<RowType::kBFloat16> {
+  using Element = uint16_t;
+  static constexpr int kElements = 8;
+  static constexpr Element kNan = kBFloat16Nan;
+
+  __device__ static void add(float (&sum)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = word_of(chunk, i);
+      sum[2 * i] = __fadd_rn(sum[2 * i], __uint_as_float(word << 16));
+      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __uint_as_float(word & 0xFFFF0000u));
+    }
+  }
+  __device__ static uint4 round(const float (&sum)[kElements]) {
+    return make_uint4(pair(sum[0], sum[1]), pair(sum[2], sum[3]), pair(sum[4], sum[5]),
+                      pair(sum[6], sum[7]));
+  }
+
+ private:
+  __device__ static uint32_t pair(float low, float high) {
+    uint32_t bits;
+    asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
+    return with_canonical_nans<kNan>(bits);
+  }
+};
+
+// Where the sum of a token starts: a sum that must not be formed is NaN from the start.
+__device__ inline float start_of_sum(bool valid) {
+  return valid ? 0.0f : float_from_bits(kFloat32Nan);
+}
+
+template <int kElements>
+__device__ void start(float (&sum)[kElements], bool valid) {
+#pragma unroll
+  for (float& element : sum) element = start_of_sum(valid);
+}
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,109 @@
+#include "ops/combine_args.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+
+#include "cake/reduce_rows.h"
+#include "ops/errors.h"
+
+namespace moe_ep::ops {
+namespace {
+
+cake::RowType row_type_from(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return cake::RowType::kFloat32;
+    case ScalarType::Half:
+      return cake::RowType::kFloat16;
+    case ScalarType::BFloat16:
+      return cake::RowType::kBFloat16;
+    default:
+      fail("TypeError", "expert outputs must be float32, float16 or bfloat16");
+  }
+}
+
+void set_expert_output(cake::CombineParams& p, const CombineInputs& in) {
+  if (!in.expert_output.has_value()) return;
+  const Tensor& given = *in.expert_output;
+  const int64_t rows = p.workspace.geometry.ep_size * in.tokens_per_rank;
+  check_device("expert_output", given, in.workspace);
+  check_dtype(given.scalar_type() == in.dtype, "expert_output must have the output's dtype");
+  check(given.dim() == 2 && given.size(0) == rows && given.size(1) == in.hidden_size &&
+            (in.hidden_size == 1 || given.stride(1) == 1),
+        "expert_output must be [", rows, ", ", in.hidden_size, "], its rows dense");
+  if (is_combine_input(given, p.workspace)) return;
+  p.expert_output = static_cast<const uint8_t*>(given.const_data_ptr());
+  p.expert_output_stride = given.stride(0) * static_cast<int64_t>(given.element_size());
+}
+
+}  // namespace
+
+cake::CombineParams combine_args(const CombineInputs& in) {
+  cake::CombineParams p{};
+  p.workspace = workspace_from(in.workspace, geometry_from(in.geometry), in.ep_rank);
+  const Geometry& g = p.workspace.geometry;
+  p.active = active_ranks_from(in.active_rank_mask, in.workspace, g, in.ep_rank).fixed;
+  p.timeout_sec = checked_timeout(in.timeout_sec);
+  p.tokens_per_rank = checked_tokens_per_rank(in.tokens_per_rank, g);
+  p.row_type = row_type_from(in.dtype);
+  p.hidden_size = in.hidden_size;
+  const int64_t element = cake::row_type_bytes(p.row_type);
+  check(in.hidden_size >= 1 && in.hidden_size <= g.combine_bytes_per_token / element,
+        "an expert output row has ", in.hidden_size, " elements of ", element,
+        " bytes, more than combine_bytes_per_token=", g.combine_bytes_per_token);
+  check(in.num_tokens >= 0 && in.num_tokens <= in.tokens_per_rank, "num_tokens must be in [0, ",
+        in.tokens_per_rank, "], got ", in.num_tokens);
+  p.num_tokens = static_cast<int32_t>(in.num_tokens);
+  set_expert_output(p, in);
+  return p;
+}
+
+Tensor fresh_sums(cake::CombineParams& p, const CombineInputs& in) {
+  Tensor output = torch::stable::empty({in.num_tokens, in.hidden_size}, in.dtype, std::nullopt,
+                                       in.workspace.device());
+  p.output = static_cast<uint8_t*>(output.mutable_data_ptr());
+  return output;
+}
+
+void check_sums(const Tensor& output) {
+  check(output.dim() == 2 && output.is_contiguous(),
+        "output must be contiguous [num_tokens, hidden_size]");
+}
+
+void set_sums(cake::CombineParams& p, const Tensor& output, const Tensor& workspace) {
+  check_device("output", output, workspace);
+  check_outside_workspace("output", output, p.workspace);
+  p.output = static_cast<uint8_t*>(output.mutable_data_ptr());
+}
+
+QuantizedSums fresh_quantized_sums(const CombineInputs& in, int64_t format, int64_t scale_layout,
+                                   double scalar_scale) {
+  check(format >= 0 && format <= static_cast<int64_t>(QuantFormat::kNvfp4), "unknown format ",
+        format);
+  check(scale_layout >= 0 && scale_layout <= static_cast<int64_t>(ScaleLayout::kSwizzle8x4),
+        "unknown scale_layout ", scale_layout);
+  const auto scale = static_cast<float>(scalar_scale);
+  check(std::isfinite(scale) && scale > 0, "scalar_scale must be finite and positive, got ",
+        scalar_scale);
+  QuantizedRows rows{static_cast<QuantFormat>(format),
+                     static_cast<ScaleLayout>(scale_layout),
+                     scale,
+                     in.num_tokens,
+                     in.hidden_size,
+                     nullptr,
+                     nullptr};
+  const auto empty = [&](int64_t height, int64_t width) {
+    return torch::stable::empty({height, width}, ScalarType::Byte, std::nullopt,
+                                in.workspace.device());
+  };
+  Tensor values = empty(in.num_tokens, quantized_row_bytes(rows.format, in.hidden_size));
+  Tensor scales =
+      empty(padded_scale_rows(rows.layout, in.num_tokens),
+            padded_scale_blocks(rows.layout, scales_per_row(rows.format, in.hidden_size)));
+  rows.values = static_cast<uint8_t*>(values.mutable_data_ptr());
+  rows.scales = static_cast<uint8_t*>(scales.mutable_data_ptr());
+  return {values, scales, rows};
+}
+
+}  // namespace moe_ep::ops

@@ -1,0 +1,57 @@
+#include "ops/device_status.h"
+
+#include <atomic>
+
+#include "ops/round_errors.h"
+
+namespace moe_ep::ops {
+namespace {
+
+// Kernels write the word last: where it is set, the rest of its record is there.
+bool is_set(const uint32_t& word) {
+  const bool set = *const_cast<const volatile uint32_t*>(&word) != 0;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return set;
+}
+
+void clear(uint32_t& word) {
+  std::atomic_thread_fence(std::memory_order_release);
+  *const_cast<volatile uint32_t*>(&word) = 0;
+}
+
+}  // namespace
+
+void raise_recorded_timeout(DeviceWorkspaceState& state, const cake::WorkspaceView& workspace) {
+  if (!is_set(state.page->timeout.recorded)) return;
+  if (state.timeout_was_raised) raise_timed_out_earlier(state.page->timeout);
+  raise_timeout_again(state, workspace);
+}
+
+void raise_timeout_again(DeviceWorkspaceState& state, const cake::WorkspaceView& workspace) {
+  if (!is_set(state.page->timeout.recorded)) return;
+  state.timeout_was_raised = true;
+  raise_timeout(state.page->timeout, workspace);
+}
+
+RoundErrors::RoundErrors(StatusPage& page, cudaStream_t stream) {
+  if (!is_set(page.disagreement.recorded) && !is_set(page.invalid_id.count)) return;
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  if (is_set(page.disagreement.recorded)) {
+    disagreement_ = std::make_unique<DisagreementRecord>(page.disagreement);
+    clear(page.disagreement.recorded);
+  }
+  if (is_set(page.invalid_id.count)) {
+    invalid_id_ = page.invalid_id;
+    clear(page.invalid_id.count);
+  }
+}
+
+void RoundErrors::raise(const cake::WorkspaceView& workspace) const {
+  if (disagreement_ != nullptr) {
+    if (disagreement_->phase == Phase::kCombine) raise_combine_disagreement("");
+    raise_dispatch_disagreement(disagreement_->headers, workspace.geometry.ep_size);
+  }
+  if (invalid_id_.count != 0) raise_invalid_ids(invalid_id_, workspace);
+}
+
+}  // namespace moe_ep::ops

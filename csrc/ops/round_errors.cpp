@@ -1,0 +1,67 @@
+#include "ops/round_errors.h"
+
+#include <sstream>
+
+#include "core/epoch.h"
+#include "ops/errors.h"
+
+namespace moe_ep::ops {
+
+void raise_invalid_ids(const InvalidIdRecord& record, const cake::WorkspaceView& workspace) {
+  fail("MoEEpInputError", "rank ", workspace.ep_rank, " passed ", record.count,
+       " expert id(s) outside [0, ", workspace.geometry.num_experts, "), the first at token ",
+       record.token, ", slot ", record.slot, ": ", record.expert_id,
+       ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
+}
+
+void raise_timeout(const TimeoutRecord& record, const cake::WorkspaceView& workspace) {
+  if (epoch_reached(record.epoch_seen, record.epoch_expected)) {
+    fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " met rank ", record.peer, " in ",
+         phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
+         " expected, ", record.epoch_seen,
+         " seen): a call failed on one of them only. Re-create the "
+         "communication on all ranks.");
+  }
+  fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
+       phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
+       " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
+       " may be dead, slow, or in another number of rounds; mask it or re-create the "
+       "communication.");
+}
+
+void raise_timed_out_earlier(const TimeoutRecord& record) {
+  fail("MoEEpStateError", "a wait on rank ", record.peer,
+       " timed out earlier, so the ranks are out of step: destroy this communication and create "
+       "it again, without that rank if it is dead");
+}
+
+void raise_interrupt() {
+  fail("Interrupted",
+       "a signal handler ended the wait; the round is lost, re-create the "
+       "communication on all ranks");
+}
+
+void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {
+  std::ostringstream table;
+  for (int32_t rank = 0; rank < ep_size; ++rank) {
+    const RoundHeader& header = headers[rank];
+    if (header.num_payloads == 0) continue;
+    table << "\n  rank " << rank << ": tokens_per_rank=" << header.tokens_per_rank
+          << ", topk_weights " << (header.has_weights ? "given" : "None") << ", eplb_local_stats "
+          << (header.has_stats ? "given" : "None") << ", payload row bytes";
+    for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
+  }
+  fail("MoEEpDisagreementError",
+       "the ranks called dispatch with different arguments; no data was delivered. "
+       "runtime_max_tokens_per_rank, the row widths and whether topk_weights and eplb_local_stats "
+       "are given must be the same on all ranks:",
+       table.str());
+}
+
+void raise_combine_disagreement(const std::string& expert_outputs) {
+  fail("MoEEpDisagreementError",
+       "the ranks called combine with expert outputs of different width or dtype", expert_outputs,
+       ". No sums were formed, the round is over");
+}
+
+}  // namespace moe_ep::ops

@@ -1,0 +1,27 @@
+// What went wrong in a round, in words: one text for the CPU, which finds it in the call itself,
+// and for CUDA, where a kernel recorded it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cake/params.h"
+#include "core/status.h"
+#include "core/workspace_layout.h"
+
+namespace moe_ep::ops {
+
+// MoEEpInputError; record.count must not be 0.
+[[noreturn]] void raise_invalid_ids(const InvalidIdRecord& record,
+                                    const cake::WorkspaceView& workspace);
+[[noreturn]] void raise_timeout(const TimeoutRecord& record, const cake::WorkspaceView& workspace);
+// For every call after that one.
+[[noreturn]] void raise_timed_out_earlier(const TimeoutRecord& record);
+[[noreturn]] void raise_interrupt();
+
+// headers: [ep_size], what each rank said; zeros where it said nothing.
+[[noreturn]] void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size);
+// expert_outputs: those that this rank gave, in words; may be empty.
+[[noreturn]] void raise_combine_disagreement(const std::string& expert_outputs);
+
+}  // namespace moe_ep::ops

@@ -1,0 +1,61 @@
+"""Where can cake run, and what sizes its workspace there?"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ep import _native, ops
+from moe_ep._native import Geometry
+from moe_ep.cake.config import CakeAlltoAllConfig
+from moe_ep.errors import MoEEpConfigError
+from moe_ep.params import MoEEpCommParams
+
+_MIN_CAPABILITY = (9, 0)
+"""Of CUDA devices: the first with bulk copies between shared and global memory."""
+
+
+def reason_against(device: torch.device | None) -> str | None:
+    """Return why cake cannot run on a device of this machine, or None if it can.
+
+    device: None asks whether any would do.
+    """
+    if device is None or device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"cake runs on the CPU and on CUDA devices, got device {device}"
+    if not ops.has_cuda_kernels():
+        return "this build of moe_ep has no CUDA kernels"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device on this machine"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"there is no {device}: torch finds {count} CUDA device(s)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        wanted, found = (".".join(map(str, c)) for c in (_MIN_CAPABILITY, capability))
+        return f"cake needs compute capability {wanted} or newer, {device} has {found}"
+    return None
+
+
+def geometry_of(
+    params: MoEEpCommParams, ep_size: int, config: CakeAlltoAllConfig, device: torch.device
+) -> Geometry:
+    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+
+    Raises MoEEpConfigError where a size is past its limit.
+    """
+    sizes = (ep_size, params.top_k, params.max_tokens_per_rank)
+    try:
+        return Geometry(
+            ep_size=ep_size,
+            num_experts=params.num_experts,
+            top_k=params.top_k,
+            max_tokens_per_rank=params.max_tokens_per_rank,
+            dispatch_bytes_per_token=params.dispatch_bytes_per_token
+            + config.extra_payload_bytes_per_token,
+            combine_bytes_per_token=params.combine_bytes_per_token,
+            eplb_stats_num_experts=config.eplb_stats_num_experts,
+            low_latency_tokens=_native.low_latency_tokens(*sizes) if device.type == "cuda" else 0,
+        )
+    except ValueError as error:
+        raise MoEEpConfigError(f"{error}.") from None
