@@ -66,12 +66,11 @@ class MpsDaemon:
         if pid is not None:
             processes = [pid, *_children_of(pid)]  # later nobody tells which servers were its own
             _ask_to_quit(self.environment)
-            deadline = time.monotonic() + _QUIT_SECONDS
-            while any(map(_is_alive, processes)) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            _wait_for_end(processes)
             for process in filter(_is_alive, processes):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+            _wait_for_end(processes)  # the kernel takes its time to give a GPU back
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -206,6 +205,13 @@ def _stat_of(pid: int) -> tuple[str, int] | None:
 def _is_alive(pid: int) -> bool:
     stat = _stat_of(pid)
     return stat is not None and stat[0] not in "ZX"  # nobody may wait for a daemon that is dead
+
+
+def _wait_for_end(processes: Sequence[int]) -> None:
+    """Return when all have ended, at the latest after _QUIT_SECONDS."""
+    deadline = time.monotonic() + _QUIT_SECONDS
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _children_of(pid: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep._native import Geometry
+from moe_ep.cake import CakeAlltoAll
 
 TOKENS, TOP_K, HIDDEN, CAPACITY, STATS = 3, 2, 40, 4, 5
 GEOMETRY = Geometry(
@@ -24,6 +25,13 @@ GEOMETRY = Geometry(
 FIELDS = GEOMETRY.fields()
 OPS = torch.ops.moe_ep
 ROW_BYTES = [2 * HIDDEN, 4]
+
+
+DEVICES = [
+    device
+    for device in ("cpu", "cuda")
+    if CakeAlltoAll.unsupported_reason(torch.device(device)) is None
+]
 
 
 def workspace() -> Tensor:
@@ -90,6 +98,9 @@ def test_every_op_has_a_case() -> None:
     assert names - {"set_interrupt_check"} == set(CASES)  # which no graph contains
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", CASES)
-def test_opcheck(op: str) -> None:
-    torch.library.opcheck(getattr(OPS, op).default, CASES[op]())
+def test_opcheck(op: str, device: str) -> None:
+    with torch.device(device):
+        arguments = CASES[op]()
+    torch.library.opcheck(getattr(OPS, op).default, arguments)

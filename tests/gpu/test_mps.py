@@ -112,7 +112,7 @@ def test_the_daemon_lives_as_long_as_the_block(stand_in: StandIn) -> None:
 def test_a_daemon_that_does_not_quit_is_killed_with_its_server(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mps, "_QUIT_SECONDS", 0.2)
+    monkeypatch.setattr(mps, "_QUIT_SECONDS", 2.0)
     with mps.mps_daemon():
         stand_in.install(stubborn=True)
     stand_in.require_ended(1)
