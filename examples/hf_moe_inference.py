@@ -2,11 +2,15 @@
 
     python examples/hf_moe_inference.py                          # starts 4 ranks on this machine
     torchrun --nproc-per-node=4 examples/hf_moe_inference.py     # the same
+    python tools/mps.py torchrun ...                             # where ranks share a GPU
 
 A small Qwen3-MoE with random weights reads English text, each rank another piece of it. The experts
 of every layer are spread over the ranks: moe_ep dispatches each token to the ranks that own its
 experts and combines the results. The logits must equal those of the same model in one process, and
 the exchange is timed against transformers' own `all_to_all`.
+
+The ranks run on GPUs where they can (`--device auto`), on the CPU elsewhere. More ranks than GPUs
+share them under an MPS daemon, which this file starts and ends.
 
 Exit code: 0 if the logits agree, 1 if not or if a rank fails, 2 for options that cannot work.
 Needs `pip install "moe_ep[hf]"`. moe_ep_transformers.py beside this file is what your own script
@@ -21,6 +25,7 @@ import os
 
 import torch.distributed as dist
 from hf_moe.options import parse_options
+from hf_moe.places import daemon_for
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -44,7 +49,10 @@ def start_ranks(options: argparse.Namespace) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = [f"--{name}={value}" for name, value in vars(options).items()]
     try:
-        torchrun.main(["--standalone", f"--nproc-per-node={options.ranks}", __file__, *arguments])
+        with daemon_for(options):
+            torchrun.main(
+                ["--standalone", f"--nproc-per-node={options.ranks}", __file__, *arguments]
+            )
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode)
     except SignalException as error:  # Ctrl-C, for one; torchrun has ended the ranks

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moe_ep import CakeAlltoAll, MoEEpCommunication, TorchDistAlltoAll
+from tests.gpu_cases import GPUS
 from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
 
-GPUS = (ONE_GPU, SPREAD, NCCL)
 USUAL = (CPU, ONE_GPU, NCCL)
 EVERYWHERE = (CPU, *GPUS)
 

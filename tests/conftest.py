@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.gpu_cases import is_left_out
 from tests.ranks import devices
 from tests.ranks.launched import (
     LaunchedRanks,
@@ -67,7 +68,26 @@ class RunOnRanks:
 _TRUE_STDERR = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-case", action="store_true", help="on GPUs, too, run each test with all its cases"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--every-case"):
+        return
+    seen_on_nccl: set[str] = set()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if is_left_out(item, seen_on_nccl) else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "few_on_gpus: see tests.gpu_cases")
     problem = world_size_problem(os.environ)
     if problem is not None:
         raise pytest.UsageError(problem)

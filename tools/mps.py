@@ -33,6 +33,7 @@ from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
 _DEFAULT_PIPES = "/tmp/nvidia-mps"
+_NO_PIPES = "/nonexistent"
 _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # A daemon started with a percentage hands it on to all its clients, and one that sees only some
@@ -100,6 +101,21 @@ def gpu_count() -> int:
 def daemon_is_running(environment: Mapping[str, str]) -> bool:
     """Return whether a process with this environment would find a daemon."""
     return _pid_of_daemon(environment) is not None
+
+
+def daemon_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which others find the daemon that this environment would find."""
+    pipes = {_PIPES: environment.get(_PIPES) or _DEFAULT_PIPES}
+    return pipes | ({_LOGS: environment[_LOGS]} if environment.get(_LOGS) else {})
+
+
+def without_daemon(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment whose processes have their GPU to themselves, between turns.
+
+    Nothing of a daemon that others have broken reaches them, nor do their faults reach it.
+    """
+    kept = {name: value for name, value in environment.items() if name not in (_LOGS, _PERCENTAGE)}
+    return {**kept, _PIPES: _NO_PIPES}  # unset, it would mean the default folder
 
 
 def start_daemon() -> MpsDaemon:

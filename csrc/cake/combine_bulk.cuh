@@ -12,12 +12,15 @@
 #include "cake/device/memory_access.cuh"
 #include "cake/device/row_sum.cuh"
 #include "cake/device/token_rows.cuh"
+#include "cake/device/vector_sums.cuh"
+#include "core/fast_divide.h"
 
 namespace moe_ep::cake {
 
 // Measured on one H200 and on two, 128 to 4096 tokens of 14336 bytes: seven warps with two stages,
 // and pieces of up to seven vectors (a quarter of a row), were fastest.
-inline constexpr int kBulkWarps = 7;
+inline constexpr int kBulkWarps = 7;  // that sum; one more speaks with the peers
+inline constexpr int kBulkThreads = (kBulkWarps + 1) * kWarpSize;
 inline constexpr int kBulkStages = 2;
 inline constexpr uint32_t kMaxBulkVectors = 7;
 
@@ -25,6 +28,7 @@ struct BulkPlan {
   uint32_t vectors;      // of 512 bytes, in a piece
   uint32_t piece_bytes;  // and from one row of a stage to the next
   uint32_t parts;        // pieces of a row; the last one may be shorter
+  FastDivider by_parts;
 };
 
 struct BulkCombine {
@@ -33,8 +37,24 @@ struct BulkCombine {
   BulkPlan plan;
 };
 
+// A piece of a token's sum, and where lane j finds that piece of the token's row j.
+struct LocatedPiece {
+  uint32_t token;  // kNoItem: none
+  uint32_t part;
+  TokenRows rows;
+  uint32_t bytes;  // in a row
+
+  __device__ LocatedPiece(const BulkCombine& c, const Item& item)
+      : token(item.token), part(item.part), rows(locate_rows(c.combine, item.slot)) {
+    const uint64_t offset = static_cast<uint64_t>(part) * c.plan.piece_bytes;
+    bytes = static_cast<uint32_t>(min(c.combine.pitch - offset, uint64_t{c.plan.piece_bytes}));
+    rows.row += offset;
+  }
+};
+
 struct StagedPiece {
-  uint32_t item;
+  uint32_t token;
+  uint32_t part;
   int32_t rows;
 };
 
@@ -43,8 +63,8 @@ class PieceRing {
  public:
   // Before the first use, one call by the whole warp.
   __device__ PieceRing(const BulkCombine& c, uint8_t* stages, BulkBarrier* arrived,
-                       StagedPiece* pieces, uint32_t total)
-      : c_(c), stages_(stages), arrived_(arrived), pieces_(pieces), total_(total) {
+                       StagedPiece* pieces)
+      : c_(c), stages_(stages), arrived_(arrived), pieces_(pieces) {
     if (lane_id() < kBulkStages) arrived_[lane_id()].init();
     BulkBarrier::publish_init();
     __syncwarp();
@@ -55,29 +75,25 @@ class PieceRing {
   __device__ static uint32_t stage_bytes(const BulkCombine& c) {
     return static_cast<uint32_t>(c.combine.workspace.max_destinations) * c.plan.piece_bytes;
   }
-  // Lane j brings in row j; in the stage the rows lie in the order of the list.
-  __device__ void load(int s, const Item& item, bool valid) {
-    const bool is_item = item.index < total_;
-    const TokenRows rows = locate_rows(c_.combine, item.slot, valid && is_item);
-    if (lane_id() == 0) pieces_[s] = {is_item ? item.index : kNoItem, rows.count};
-    if (is_item) {
-      const uint32_t part = item.index % c_.plan.parts;
-      const uint64_t offset = static_cast<uint64_t>(part) * c_.plan.piece_bytes;
-      const auto bytes =
-          static_cast<uint32_t>(min(c_.combine.pitch - offset, uint64_t{c_.plan.piece_bytes}));
-      const int lane = lane_id();
-      if (lane == 0) arrived_[s].expect(static_cast<uint32_t>(rows.count) * bytes);
-      if (lane < rows.count) {
-        bulk_load(stage(s) + static_cast<uint32_t>(lane) * c_.plan.piece_bytes, rows.row + offset,
-                  bytes, arrived_[s]);
-      }
+  // Lane j brings in row j; in the stage the rows lie in the order of the list. valid: whether the
+  // sum may be formed; if not, no row is looked at.
+  __device__ void load(int s, const LocatedPiece& piece, bool valid) {
+    const int lane = lane_id();
+    const int count = valid && piece.token != kNoItem ? piece.rows.count : 0;
+    if (lane == 0) {
+      pieces_[s] = {piece.token, piece.part, count};
+      arrived_[s].expect(static_cast<uint32_t>(count) * piece.bytes);
+    }
+    if (lane < count) {
+      bulk_load(stage(s) + static_cast<uint32_t>(lane) * c_.plan.piece_bytes, piece.rows.row,
+                piece.bytes, arrived_[s]);
     }
     __syncwarp();
   }
-  // Waits for what `load` has brought; item kNoItem: nothing, nor will later stages have any.
+  // Waits for what `load` has brought; token kNoItem: nothing, nor will later stages have any.
   __device__ StagedPiece wait(int s, uint32_t parity) {
     const StagedPiece piece = pieces_[s];
-    if (piece.item != kNoItem) arrived_[s].wait(parity);
+    if (piece.token != kNoItem) arrived_[s].wait(parity);
     return piece;
   }
   // The warp has read the stage: it may be loaded again.
@@ -91,58 +107,47 @@ class PieceRing {
   uint8_t* stages_;
   BulkBarrier* arrived_;
   StagedPiece* pieces_;
-  uint32_t total_;
 };
 
-// Sums kVectors vectors of a piece that lies in `stage`, and stores them.
-template <RowType kType, int kVectors>
-__device__ void sum_vectors(const BulkCombine& c, uint8_t* stage, int32_t rows, bool valid,
-                            uint8_t* out, int64_t out_bytes) {
-  float sum[kVectors][Chunk<kType>::kElements];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) start(sum[v], valid);
-  const uint8_t* row = stage + lane_id() * 16;
-#pragma unroll 2
-  for (int32_t j = 0; j < rows; ++j, row += c.plan.piece_bytes) {
-    uint4 chunk[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      chunk[v] = *reinterpret_cast<const uint4*>(row + v * static_cast<int>(kVectorBytes));
-    }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) Chunk<kType>::add(sum[v], chunk[v]);
-  }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int byte = v * static_cast<int>(kVectorBytes);
-    // Its place in the first row is free now: each lane has read what it overwrites.
-    store_vector<kType>(out + byte, out_bytes - byte, Chunk<kType>::round(sum[v]),
-                        c.combine.output_is_aligned, reinterpret_cast<uint4*>(stage + byte));
-  }
-}
-
+// The sum of a piece of any number of vectors up to seven: a bit of the number each.
 template <RowType kType>
-__device__ void sum_piece(const BulkCombine& c, uint8_t* stage, StagedPiece piece, bool valid) {
-  const uint32_t token = piece.item / c.plan.parts;
-  const auto offset = static_cast<int64_t>(piece.item - token * c.plan.parts) *
-                      static_cast<int64_t>(c.plan.piece_bytes);
-  const int64_t bytes = c.combine.row_bytes - offset;
-  uint8_t* const out =
-      c.combine.output + static_cast<int64_t>(token) * c.combine.row_bytes + offset;
-  const auto vectors = static_cast<uint32_t>(
-      min((bytes + kVectorBytes - 1) / kVectorBytes, int64_t{c.plan.vectors}));
-  const auto sum = [&]<int kVectors>(uint32_t first) {
-    const uint32_t byte = first * kVectorBytes;
-    sum_vectors<kType, kVectors>(c, stage + byte, piece.rows, valid, out + byte, bytes - byte);
-  };
-  uint32_t v = 0;
-  for (; v + 4 <= vectors; v += 4) sum.template operator()<4>(v);
-  if (vectors - v >= 2) {
-    sum.template operator()<2>(v);
-    v += 2;
+struct PieceSum {
+  static_assert(kMaxBulkVectors == 4 + 2 + 1);
+  VectorSums<kType, 4> four;
+  VectorSums<kType, 2> two;
+  VectorSums<kType, 1> one;
+  uint32_t vectors;
+  uint8_t* out;
+  int32_t bytes;  // of the output
+
+  __device__ PieceSum(const BulkCombine& c, const uint8_t* stage, StagedPiece piece, bool valid) {
+    const int64_t offset = static_cast<int64_t>(piece.part) * c.plan.piece_bytes;
+    out = c.combine.output + piece.token * c.combine.row_bytes + offset;
+    bytes = static_cast<int32_t>(
+        min(c.combine.row_bytes - offset, static_cast<int64_t>(c.plan.piece_bytes)));
+    vectors = (static_cast<uint32_t>(bytes) + kVectorBytes - 1) / kVectorBytes;
+    if (vectors & 4) four.add(stage, piece.rows, c.plan.piece_bytes, valid);
+    if (vectors & 2) two.add(stage + behind_four(), piece.rows, c.plan.piece_bytes, valid);
+    if (vectors & 1) one.add(stage + behind_two(), piece.rows, c.plan.piece_bytes, valid);
   }
-  if (v < vectors) sum.template operator()<1>(v);
-}
+  __device__ void store(bool is_aligned, uint8_t* scratch) const {
+    if (vectors & 4) four.store(out, bytes, is_aligned, scratch);
+    if (vectors & 2) store(two, behind_four(), is_aligned, scratch);
+    if (vectors & 1) store(one, behind_two(), is_aligned, scratch);
+  }
+
+ private:
+  __device__ int32_t behind_four() const {
+    return static_cast<int32_t>((vectors & 4) * kVectorBytes);
+  }
+  __device__ int32_t behind_two() const {
+    return static_cast<int32_t>((vectors & 6) * kVectorBytes);
+  }
+  template <typename Sums>
+  __device__ void store(const Sums& sums, int32_t at, bool is_aligned, uint8_t* scratch) const {
+    sums.store(out + at, bytes - at, is_aligned, scratch);
+  }
+};
 
 // After a failure the counter may not have been reset, so that its items need not be all: each
 // thread has a fixed share, too.
@@ -157,61 +162,60 @@ __device__ void fill_with_nan(const CombineKernelParams& p) {
   }
 }
 
-// An item passes through: number taken -> slots loading -> rows loading -> summed.
-template <RowType kType>
-__global__ void __launch_bounds__(kBulkWarps* kWarpSize, 1)
+// An item passes through: number taken -> slots loading -> rows loading -> summed. The warp that
+// speaks with the peers takes none, so that it waits for nothing but flags.
+template <RowType kType, bool kStaged>
+__global__ void __launch_bounds__(kBulkThreads, 1)
     combine_bulk_kernel(const __grid_constant__ BulkCombine c) {
   extern __shared__ __align__(128) uint8_t bulk_stages[];
-  __shared__ BulkBarrier arrived[kBulkWarps][kBulkStages];
-  __shared__ StagedPiece pieces[kBulkWarps][kBulkStages];
-  __shared__ StageTable table;
+  __shared__ BulkBarrier arrived[kBulkWarps + 1][kBulkStages];
+  __shared__ StagedPiece pieces[kBulkWarps + 1][kBulkStages];
   const CombineKernelParams& p = c.combine;
   const auto warp = threadIdx.x / kWarpSize;
   const uint32_t total = static_cast<uint32_t>(p.num_tokens) * c.plan.parts;
   PieceRing ring(c, bulk_stages + warp * kBulkStages * PieceRing::stage_bytes(c), arrived[warp],
-                 pieces[warp], total);
-
-  wait_for_previous_kernel();
-  const CombineRound round = read_round(p);
-  if (round.failed) fill_with_nan<kType>(p);
-
+                 pieces[warp]);
   const Share share(total, kBulkWarps, kBulkStages);
-  const bool works = warp < share.warps;
-  ItemFeed feed(p, total, c.plan.parts);
-  Item first[kBulkStages];
-  Item next{kNoItem, {-1, 0}};
-  if (works) {
+
+  begin_combine<kStaged>(p, c.stage);
+  ItemFeed feed(p, total, c.plan.parts, c.plan.by_parts);
+  Item first[kBulkStages] = {kNothing, kNothing};
+  bool ready = true;
+  if (speaks_with_peers()) {
+    ready = exchange_flags<kStaged>(p);
+  } else if (warp < share.warps) {
     const uint32_t base = feed.take(share.first_items);
 #pragma unroll
     for (uint32_t s = 0; s < kBulkStages; ++s) {
-      first[s] = feed.at(s < share.first_items ? base + s : kNoItem);
+      if (s < share.first_items) first[s] = feed.at(base + s);
     }
-    if (share.more && base < total) {
-      feed.look_ahead();
-      next = feed.next();
-    }
+    if (share.more && base < total) feed.look_ahead();
   }
-  const bool valid = !round.failed && exchange_rows(p, c.stage, round, table);
-  if (!works) return;
+  static_assert(kBulkStages == 2);
+  const LocatedPiece located[kBulkStages] = {{c, first[0]}, {c, first[1]}};
+  const bool valid = agree_on_rows(ready);
+  if (!valid && has_failed(p.workspace)) fill_with_nan<kType>(p);
+  if (warp >= share.warps) return;
 
   fence_peers_to_bulk();
-#pragma unroll
-  for (int s = 0; s < kBulkStages; ++s) {
-    if (static_cast<uint32_t>(s) < share.first_items) {
-      ring.load(s, first[s], valid);
-    } else {
-      ring.load(s, next, valid);
-      next = feed.next();
-    }
+  ring.load(0, located[0], valid);
+  if (share.first_items == kBulkStages) {
+    ring.load(1, located[1], valid);
+  } else {
+    ring.load(1, LocatedPiece(c, feed.next()), valid);
   }
+  Item next = feed.next();
   int s = 0;
   for (uint32_t parity = 0;;) {
     const StagedPiece piece = ring.wait(s, parity);
-    if (piece.item == kNoItem) break;
-    sum_piece<kType>(c, ring.stage(s), piece, valid);
+    if (piece.token == kNoItem) break;
+    const PieceSum<kType> sum(c, ring.stage(s), piece, valid);
+    // What is not aligned goes through the stage: each lane has read what it overwrites there.
+    if (!p.output_is_aligned) sum.store(false, ring.stage(s));
     ring.release();
-    ring.load(s, next, valid);
+    ring.load(s, LocatedPiece(c, next), valid);
     next = feed.next();
+    if (p.output_is_aligned) sum.store(true, nullptr);
     if (++s == kBulkStages) {
       s = 0;
       parity ^= 1;

@@ -10,58 +10,98 @@
 #include "cake/device/memory_access.cuh"
 #include "cake/device/row_sum.cuh"
 #include "cake/device/token_rows.cuh"
+#include "core/fast_divide.h"
 
 namespace moe_ep::cake {
 
+// Seven warps sum, and one speaks with the peers.
 inline constexpr int kDirectThreads = 256;
-// Enough warps for 512 bytes each at kMaxDirectTokens; more would only wait (to be measured).
-inline constexpr int kDirectCtasPerSm = 2;
+inline constexpr uint32_t kDirectSumWarps = kDirectThreads / kWarpSize - 1;
+// More warps have more loads in flight. EP8, 32 tokens, with 16 warps an SM: each had three or four
+// pieces one after the other, and they took 12 us where memory takes 5. To be measured: 21 warps.
+template <bool kStaged>
+inline constexpr int kDirectCtasPerSm = kStaged ? 2 : 3;  // staging takes more registers
 // Registers for one more: a waiting grid must leave room for a peer's kernel on the same GPU.
-inline constexpr int kDirectResidentCtas = 3;
+template <bool kStaged>
+inline constexpr int kDirectResidentCtas = kDirectCtasPerSm<kStaged> + 1;
 
 struct DirectCombine {
   CombineKernelParams combine;
   StagePlan stage;
   uint32_t pieces_per_row;
+  FastDivider by_row;
+};
+
+// 512 bytes of a token's sum. All but the slot is known before the kernel begins, and nothing waits
+// for a peer: its addresses are there when the flags are.
+struct DirectPiece {
+  TokenRows rows;
+  uint64_t offset;  // of this lane in a row
+  uint8_t* out;
+  int32_t bytes;  // of the row, from here
+
+  __device__ void find(const DirectCombine& c, uint32_t piece, SendSlot slot) {
+    const CombineKernelParams& p = c.combine;
+    const int32_t token = c.by_row.divide(static_cast<int32_t>(piece));
+    const uint32_t in_row = piece - static_cast<uint32_t>(token) * c.pieces_per_row;
+    const uint64_t begin = static_cast<uint64_t>(in_row) * kVectorBytes;
+    // Lanes behind the end of the row read its last chunk.
+    offset = min(begin + static_cast<uint64_t>(lane_id()) * kRowAlignment, p.pitch - kRowAlignment);
+    bytes = static_cast<int32_t>(
+        min(p.row_bytes - static_cast<int64_t>(begin), static_cast<int64_t>(kVectorBytes)));
+    out = p.output + token * p.row_bytes + static_cast<int64_t>(begin);
+    rows = locate_rows(p, slot);
+  }
 };
 
 template <RowType kType>
-__global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas)
+__device__ void sum_piece(const CombineKernelParams& p, const DirectPiece& piece, bool valid,
+                          uint4* scratch) {
+  float sum[Chunk<kType>::kElements];
+  start(sum, valid);
+  if (valid) add_rows<kType>(sum, piece.rows, piece.offset);
+  const uint4 chunk = Chunk<kType>::round(sum);
+  if (p.output_is_aligned) {
+    store_aligned_vector(piece.out, piece.bytes, chunk);
+  } else {
+    store_unaligned_vector<kType>(piece.out, piece.bytes, chunk, scratch);
+  }
+}
+
+// kStaged: the rows are not in place but in a tensor of the user's, and are copied first. A kernel
+// of its own, so that the other one is short: 1 us is some 370 instructions of a warp.
+template <RowType kType, bool kStaged>
+__global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
     combine_direct_kernel(const __grid_constant__ DirectCombine c) {
-  __shared__ StageTable table;
   __shared__ uint4 scratch[kDirectThreads];
   const CombineKernelParams& p = c.combine;
   const auto warp = threadIdx.x / kWarpSize;
-  const auto warps = gridDim.x * (kDirectThreads / kWarpSize);
+  const auto warps = gridDim.x * kDirectSumWarps;
   const uint32_t total = static_cast<uint32_t>(p.num_tokens) * c.pieces_per_row;
   // Neighbours in the list lie on different SMs.
-  uint32_t piece = warp * gridDim.x + blockIdx.x;
-  const auto slot_of_piece = [&](uint32_t i) {
+  uint32_t piece = speaks_with_peers() ? total : warp * gridDim.x + blockIdx.x;
+  const auto slot_of = [&](uint32_t i) {
     if (i >= total) return SendSlot{-1, 0};
-    return load_slot(p, static_cast<int32_t>(i / c.pieces_per_row));
+    return load_slot(p, slot_address(p, c.by_row.divide(static_cast<int32_t>(i))));
   };
 
-  wait_for_previous_kernel();
-  SendSlot slot = slot_of_piece(piece);  // flies while the flags do
-  const CombineRound round = read_round(p);
-  const bool valid = !round.failed && exchange_rows(p, c.stage, round, table);
+  begin_combine<kStaged>(p, c.stage);
+  bool ready = true;
+  DirectPiece work;
+  SendSlot next_slot;
+  if (speaks_with_peers()) {
+    ready = exchange_flags<kStaged>(p);
+  } else {
+    work.find(c, piece, slot_of(piece));
+    next_slot = slot_of(piece + warps);
+  }
+  const bool valid = agree_on_rows(ready);
 
   while (piece < total) {
-    const uint32_t token = piece / c.pieces_per_row;
-    const uint64_t begin = static_cast<uint64_t>(piece - token * c.pieces_per_row) * kVectorBytes;
-    const TokenRows rows = locate_rows(p, slot, valid);
+    sum_piece<kType>(p, work, valid, scratch + warp * kWarpSize);
     piece += warps;
-    slot = slot_of_piece(piece);
-    // Lanes behind the end of the row read its last chunk.
-    const uint64_t last_chunk = p.pitch - kRowAlignment;
-    float sum[Chunk<kType>::kElements];
-    start(sum, valid);
-    add_rows<kType>(sum, rows,
-                    min(begin + static_cast<uint64_t>(lane_id()) * kRowAlignment, last_chunk));
-    const auto offset = static_cast<int64_t>(begin);
-    store_vector<kType>(p.output + static_cast<int64_t>(token) * p.row_bytes + offset,
-                        p.row_bytes - offset, Chunk<kType>::round(sum), p.output_is_aligned,
-                        scratch + warp * kWarpSize);
+    work.find(c, piece, next_slot);
+    next_slot = slot_of(piece + warps);
   }
 }
 

@@ -10,7 +10,7 @@
 namespace moe_ep::cake {
 
 // Each launches one kernel and does not wait for it. cudaErrorInvalidValue: rows or steps so large
-// that their pieces cannot be counted in 32 bits (a row of 16 GiB, 7 TiB of output).
+// that their pieces cannot be counted in 31 bits (a row of 16 GiB, 1 TiB of output).
 
 // Few tokens: summed from registers, all rows of a token in flight.
 cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContext& context);

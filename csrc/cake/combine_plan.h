@@ -13,9 +13,9 @@ namespace moe_ep::cake {
 
 // One access of a warp: 32 lanes with 16 bytes each.
 inline constexpr uint32_t kVectorBytes = 512;
-// Counters of items are 32 bits wide. Every warp that finds none left has counted one more, or as
-// many as a first grab takes: this much is kept free for them.
-inline constexpr uint64_t kMaxItems = (uint64_t{1} << 32) - (uint64_t{1} << 20);
+// Items are counted in 31 bits, which FastDivider divides. Every warp that finds none left has
+// counted one more, or as many as a first grab takes: this much is kept free for them.
+inline constexpr uint64_t kMaxItems = (uint64_t{1} << 31) - (uint64_t{1} << 20);
 inline constexpr uint64_t kMaxPitch = uint64_t{1} << 34;
 
 constexpr uint64_t divide_up(uint64_t dividend, uint64_t divisor) {
@@ -34,13 +34,13 @@ inline uint32_t vectors_per_row(const CombineKernelParams& p) {
 // block, pitch apart, are one run of 16-byte chunks; an item is so many of them.
 struct StagePlan {
   int32_t chunks_per_row;
-  uint32_t chunks_per_item;
+  uint32_t item_shift;  // an item is 2^item_shift chunks
   FastDivider by_row;
 
-  static StagePlan of(const CombineKernelParams& p, uint32_t min_chunks_per_item) {
+  static StagePlan of(const CombineKernelParams& p, uint32_t min_item_shift) {
     const auto chunks = static_cast<int32_t>(p.pitch / kRowAlignment);
-    StagePlan plan{chunks, min_chunks_per_item, FastDivider(std::max(chunks, 1))};
-    while (plan.max_items(p) > kMaxItems / 2) plan.chunks_per_item *= 2;
+    StagePlan plan{chunks, min_item_shift, FastDivider(std::max(chunks, 1))};
+    while (plan.max_items(p) > kMaxItems / 2) ++plan.item_shift;
     return plan;
   }
   // If all rows have tokens. A block without rows is an item, too: it is published.
@@ -48,7 +48,7 @@ struct StagePlan {
     if (p.expert_output == nullptr) return 0;
     const uint64_t chunks = tokens_per_rank(p) * static_cast<uint64_t>(chunks_per_row);
     return static_cast<uint64_t>(p.workspace.ep_size) *
-           std::max<uint64_t>(1, divide_up(chunks, chunks_per_item));
+           std::max<uint64_t>(1, divide_up(chunks, uint64_t{1} << item_shift));
   }
 };
 

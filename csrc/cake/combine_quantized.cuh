@@ -12,17 +12,21 @@
 #include "cake/device/memory_access.cuh"
 #include "cake/device/row_sum.cuh"
 #include "cake/device/token_rows.cuh"
+#include "core/fast_divide.h"
 #include "core/quantize_row.h"
 
 namespace moe_ep::cake {
 
+// Seven warps sum, and one speaks with the peers.
 inline constexpr int kQuantizedThreads = 256;
+inline constexpr uint32_t kQuantizedSumWarps = kQuantizedThreads / kWarpSize - 1;
 inline constexpr int kQuantizedCtasPerSm = 2;  // to be measured
 
 struct QuantizedPlan {
   uint32_t pieces_per_row;  // of 512 bytes of the rows that are summed
   uint32_t pieces_per_item;
   uint32_t items_per_row;
+  FastDivider by_items_per_row;
 };
 
 struct QuantizedCombine {
@@ -91,16 +95,15 @@ __device__ inline ScaleRow scales_of_row(ScaleLayout layout, int64_t row, int64_
   return {};
 }
 
-// What clear_padding_rows does, by the threads of the grid together.
+// What clear_padding_rows does, by the warps of the grid that sum.
 template <QuantFormat kFormat>
 __device__ void clear_padding_scales(const QuantizedRows& out) {
   const int64_t num_blocks = scales_per_row(kFormat, out.hidden_size);
   const int64_t padded_blocks = padded_scale_blocks(out.layout, num_blocks);
   const int64_t bytes =
       (padded_scale_rows(out.layout, out.num_rows) - out.num_rows) * padded_blocks;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < bytes;
-       i += threads) {
+  constexpr int64_t kThreads = kQuantizedSumWarps * kWarpSize;
+  for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < bytes; i += gridDim.x * kThreads) {
     const int64_t row = out.num_rows + i / padded_blocks;
     out.scales[scales_of_row(out.layout, row, num_blocks).offset_of(i % padded_blocks)] = 0;
   }
@@ -118,7 +121,8 @@ __device__ void quantize_piece(const CombineKernelParams& p, const TokenRows& ro
   const uint64_t last_chunk = p.pitch - kRowAlignment;
   float sum[Out::kElements];
   start(sum, valid);
-  add_rows<kType>(sum, rows, min(static_cast<uint64_t>(chunk) * kRowAlignment, last_chunk));
+  const uint64_t offset = min(static_cast<uint64_t>(chunk) * kRowAlignment, last_chunk);
+  if (valid) add_rows<kType>(sum, rows, offset);
 #pragma unroll
   for (int i = 0; i < Out::kElements; ++i) {
     if (i >= elements) sum[i] = 0.0f;  // the last block is filled up with zeros
@@ -138,14 +142,13 @@ __device__ void quantize_piece(const CombineKernelParams& p, const TokenRows& ro
 template <RowType kType, QuantFormat kFormat>
 __device__ void quantize_item(const QuantizedCombine& c, const Item& item, bool valid) {
   const CombineKernelParams& p = c.combine;
-  const uint32_t token = item.index / c.plan.items_per_row;
-  const uint32_t first = (item.index - token * c.plan.items_per_row) * c.plan.pieces_per_item;
+  const uint32_t first = item.part * c.plan.pieces_per_item;
   const uint32_t end = min(first + c.plan.pieces_per_item, c.plan.pieces_per_row);
   const int64_t num_blocks = scales_per_row(kFormat, p.hidden_size);
-  const ScaleRow scales = scales_of_row(p.quantized.layout, token, num_blocks);
-  const TokenRows rows = locate_rows(p, item.slot, valid);
+  const ScaleRow scales = scales_of_row(p.quantized.layout, item.token, num_blocks);
+  const TokenRows rows = locate_rows(p, item.slot);
   for (uint32_t piece = first; piece < end; ++piece) {
-    quantize_piece<kType, kFormat>(p, rows, valid, token, scales, piece);
+    quantize_piece<kType, kFormat>(p, rows, valid, item.token, scales, piece);
   }
   if (end == c.plan.pieces_per_row) {
     const int64_t block = num_blocks + lane_id();  // the padding behind the row's scales
@@ -155,40 +158,43 @@ __device__ void quantize_item(const QuantizedCombine& c, const Item& item, bool 
   }
 }
 
-template <RowType kType, QuantFormat kFormat>
+template <RowType kType, QuantFormat kFormat, bool kStaged>
 __global__ void __launch_bounds__(kQuantizedThreads, kQuantizedCtasPerSm)
     combine_quantized_kernel(const __grid_constant__ QuantizedCombine c) {
-  __shared__ StageTable table;
   const CombineKernelParams& p = c.combine;
-  constexpr uint32_t kWarps = kQuantizedThreads / kWarpSize;
+  const QuantizedPlan& plan = c.plan;
   const auto warp = threadIdx.x / kWarpSize;
-  const uint32_t total = static_cast<uint32_t>(p.num_tokens) * c.plan.items_per_row;
+  const uint32_t total = static_cast<uint32_t>(p.num_tokens) * plan.items_per_row;
+  const Share share(total, kQuantizedSumWarps, 1);
 
-  wait_for_previous_kernel();
-  const CombineRound round = read_round(p);
-  clear_padding_scales<kFormat>(p.quantized);
-  const Share share(total, kWarps, 1);
-  ItemFeed feed(p, total, c.plan.items_per_row);
-  Item item{kNoItem, {-1, 0}};
-  Item next{kNoItem, {-1, 0}};
-  if (warp < share.warps) {
-    item = feed.at(feed.take(1));
-    if (share.more && item.index < total) {
-      feed.look_ahead();
-      next = feed.next();
+  begin_combine<kStaged>(p, c.stage);
+  ItemFeed feed(p, total, plan.items_per_row, plan.by_items_per_row);
+  Item item = kNothing;
+  bool ready = true;
+  if (speaks_with_peers()) {
+    ready = exchange_flags<kStaged>(p);
+  } else {
+    if (warp < share.warps) {
+      const uint32_t taken = feed.take(1);
+      item = feed.at(taken);
+      if (share.more && taken < total) feed.look_ahead();
     }
+    clear_padding_scales<kFormat>(p.quantized);
   }
-  const bool valid = !round.failed && exchange_rows(p, c.stage, round, table);
+  const bool valid = agree_on_rows(ready);
   // After a failure the counter may not have been reset: then each warp has a fixed share, too.
-  uint32_t fixed = round.failed ? warp * gridDim.x + blockIdx.x : total;
-  while (fixed < total || item.index < total) {
-    quantize_item<kType, kFormat>(c, fixed < total ? Item{fixed, {-1, 0}} : item, valid);
+  uint32_t fixed = total;
+  if (!valid && has_failed(p.workspace)) fixed = warp * gridDim.x + blockIdx.x;
+  while (fixed < total || item.token != kNoItem) {
+    Item current = item;
     if (fixed < total) {
-      fixed += kWarps * gridDim.x;
+      const uint32_t token = fixed / plan.items_per_row;
+      current = {token, fixed - token * plan.items_per_row, {-1, 0}};
+      fixed += kQuantizedThreads / kWarpSize * gridDim.x;
     } else {
-      item = next;
-      next = feed.next();
+      item = feed.next();
     }
+    quantize_item<kType, kFormat>(c, current, valid);
   }
 }
 

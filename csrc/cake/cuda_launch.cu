@@ -1,7 +1,10 @@
 #include "cake/cuda_launch.h"
 
+#include <algorithm>
+
 #include "cake/combine_kernels.h"
 #include "cake/dispatch_bulk.h"
+#include "cake/dispatch_direct.h"
 #include "cake/dispatch_packets.h"
 #include "cake/paths.h"
 #include "cake/reduce_rows.h"
@@ -135,9 +138,14 @@ cudaError_t initialize_on_device(const WorkspaceView& workspace, cudaStream_t st
 
 cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context) {
   const DispatchKernelParams params = kernel_params(p, context);
-  switch (dispatch_path(p.workspace.geometry, p.tokens_per_rank)) {
+  const bool rows_are_aligned =
+      std::all_of(params.payload_is_aligned, params.payload_is_aligned + params.num_payloads,
+                  [](bool is_aligned) { return is_aligned; });
+  switch (dispatch_path(p.workspace.geometry, p.tokens_per_rank, rows_are_aligned)) {
     case DispatchPath::kPackets:
       return launch_dispatch_packets(params, context);
+    case DispatchPath::kDirectRows:
+      return launch_dispatch_direct(params, context);
     case DispatchPath::kBulkRows:
       return launch_dispatch_bulk(params, context);
   }
@@ -147,7 +155,7 @@ cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context)
 cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
   const CombineKernelParams params = kernel_params(p, context);
   if (p.quantized != nullptr) return launch_combine_quantized(params, context);
-  switch (combine_path(p.tokens_per_rank)) {
+  switch (combine_path(p.workspace.geometry, p.tokens_per_rank)) {
     case CombinePath::kDirect:
       return launch_combine_direct(params, context);
     case CombinePath::kBulkRows:

@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 
+#include "cake/copy_outputs.h"
 #include "cake/cuda_launch.h"
-#include "cake/device/copy_outputs.cuh"
 #include "cake/dispatch_bulk.cuh"
 
 namespace moe_ep::cake {
@@ -16,32 +17,45 @@ constexpr int kMaxSharedBytes = 226 * 1024;
 // More than half of a multiprocessor's: a grid that is launched early must not pile up on a few.
 constexpr int kMinSharedBytes = 118 * 1024;
 
-// Best on an H200, rows of 14336 bytes: 7 warps of 2 stages, whole rows. A stage holds at most so
-// much; longer records go in parts.
-constexpr uint64_t kMaxPartBytes = 16896;
-constexpr int32_t kMaxWarps = kBulkDispatchThreads / kWarpSize;
-constexpr int32_t kMinStages = 2;
-// To be measured for rows below 4 KiB, where stages are small and many fit.
-constexpr int32_t kMaxStages = 8;
-
-// Few tokens go in parts, so that every multiprocessor has some (best on an H200: 4 parts at 64
-// and 128 tokens, 2 at 256, 1 from 512). Parts below 2 KiB cost more than they bring.
-constexpr uint32_t kMaxPartsOfFewTokens = 4;
-constexpr int64_t kItemsPerMultiprocessor = 2;
+// Records go in parts, and a part is an item. Measured with rows of 14336 bytes, two ranks on one
+// H200, 7 warps of 2 stages: 4 parts were best at 64 tokens a rank (1 a multiprocessor) and at 512
+// (8), 2 parts at 128 and at 4096 (62).
+struct PartsOfTokens {
+  int64_t tokens_per_multiprocessor;  // up to so many
+  uint32_t parts;
+};
+constexpr PartsOfTokens kPartsTable[] = {{8, 4}, {std::numeric_limits<int64_t>::max(), 2}};
+// Parts below 2 KiB cost more than they bring; above, a stage holds at most so much.
 constexpr uint64_t kMinPartBytes = 2048;
+constexpr uint64_t kMaxPartBytes = 16896;
+
+// Eight warps and two stages keep enough bytes in flight if parts are not small: the variants above
+// had 50 to 100 KiB a multiprocessor. Smaller parts need more of both (to be measured).
+constexpr int32_t kWarps = 8;
+constexpr int32_t kMaxWarps = kBulkDispatchThreads / kWarpSize;
+constexpr uint64_t kFewWarpsPartBytes = 3072;
+constexpr int32_t kMinStages = 2;
+constexpr int32_t kMaxStages = 8;
+constexpr uint64_t kBytesInFlight = 50 * 1024;
+
 // Parts begin on whole cache lines of the receiver.
 constexpr uint64_t kPartAlignment = kRegionAlignment;
 
 constexpr uint64_t quotient_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
+uint64_t parts_of(uint64_t record_bytes, int32_t tokens_per_rank, int multiprocessors) {
+  const auto* const entry =
+      std::find_if(std::begin(kPartsTable), std::end(kPartsTable), [&](const PartsOfTokens& e) {
+        return tokens_per_rank / multiprocessors < e.tokens_per_multiprocessor;
+      });
+  const uint64_t most = std::max<uint64_t>(record_bytes / kMinPartBytes, 1);
+  const uint64_t least = std::max<uint64_t>(quotient_up(record_bytes, kMaxPartBytes), 1);
+  return std::max(std::min<uint64_t>(entry->parts, most), least);
+}
+
 PipelineShape pipeline_shape(uint64_t record_bytes, int32_t tokens_per_rank, int multiprocessors,
                              int shared_bytes) {
-  uint64_t parts = std::max<uint64_t>(quotient_up(record_bytes, kMaxPartBytes), 1);
-  while (parts < kMaxPartsOfFewTokens && record_bytes / (2 * parts) >= kMinPartBytes &&
-         tokens_per_rank * static_cast<int64_t>(parts) <
-             kItemsPerMultiprocessor * multiprocessors) {
-    parts *= 2;
-  }
+  const uint64_t parts = parts_of(record_bytes, tokens_per_rank, multiprocessors);
   PipelineShape shape{};
   shape.record_bytes = record_bytes;
   if (parts == 1) {
@@ -55,8 +69,11 @@ PipelineShape pipeline_shape(uint64_t record_bytes, int32_t tokens_per_rank, int
   }
   const auto fitting = static_cast<int32_t>(static_cast<uint64_t>(shared_bytes) /
                                             (shape.part_bytes + sizeof(BulkBarrier)));
-  shape.warps = std::min(fitting / kMinStages, kMaxWarps);
-  shape.stages = std::min(fitting / shape.warps, kMaxStages);
+  shape.warps =
+      std::min(fitting / kMinStages, shape.part_bytes < kFewWarpsPartBytes ? kMaxWarps : kWarps);
+  const auto wanted = static_cast<int32_t>(
+      quotient_up(kBytesInFlight, static_cast<uint64_t>(shape.warps) * shape.part_bytes));
+  shape.stages = std::min(std::clamp(wanted, kMinStages, kMaxStages), fitting / shape.warps);
   return shape;
 }
 
@@ -64,15 +81,6 @@ uint64_t record_bytes(const DispatchKernelParams& p) {
   uint64_t bytes = 0;
   for (int32_t i = 0; i < p.num_payloads; ++i) bytes += p.placement.pitch[i];
   return bytes;
-}
-
-bool outputs_are_in_workspace(const DispatchKernelParams& p) {
-  const DeviceWorkspace& w = p.workspace;
-  const uint8_t* const own = w.base + w.ep_rank * w.rank_stride;
-  const auto* ids = reinterpret_cast<const uint8_t*>(p.out_topk_ids);
-  const auto* weights = reinterpret_cast<const uint8_t*>(p.out_topk_weights);
-  return ids == own + w.layout.topk_ids.offset &&
-         (weights == nullptr || weights == own + w.layout.topk_weights.offset);
 }
 
 template <int kWords>
@@ -85,23 +93,6 @@ auto* kernel_for_alignment(const DispatchKernelParams& p) {
 auto* kernel_for(const DispatchKernelParams& p) {
   return p.workspace.ep_size <= kWarpSize ? kernel_for_alignment<1>(p)
                                           : kernel_for_alignment<kMaxEpSize / kWarpSize>(p);
-}
-
-cudaError_t launch_copy_outputs(const DispatchKernelParams& p, int multiprocessors,
-                                const CudaContext& context) {
-  constexpr int64_t kWordsPerThread = 16;
-  constexpr int64_t kCtasPerMultiprocessor = 4;
-  const int64_t words = static_cast<int64_t>(p.tokens_per_rank) * p.workspace.top_k;
-  if (words == 0) return cudaSuccess;
-  const int64_t wanted = (words - 1) / (kCopyThreads * kWordsPerThread) + 1;
-  const int64_t most =
-      std::max<int64_t>(kCtasPerMultiprocessor * multiprocessors / p.workspace.ep_size, 1);
-  const LaunchShape shape{
-      .ctas = static_cast<int>(std::min(wanted, most)) * p.workspace.ep_size,
-      .threads = kCopyThreads,
-      .shared_bytes = 0,
-  };
-  return launch(&copy_outputs_kernel, shape, context, p);
 }
 
 }  // namespace
@@ -129,8 +120,7 @@ cudaError_t launch_dispatch_bulk(const DispatchKernelParams& p, const CudaContex
       .shared_bytes = std::max(params.pipeline.bytes() + table_bytes, kMinSharedBytes),
   };
   error = launch(kernel_for(p), shape, context, params);
-  if (error != cudaSuccess || outputs_are_in_workspace(p)) return error;
-  return launch_copy_outputs(p, multiprocessors, context);
+  return error != cudaSuccess ? error : launch_copy_outputs(p, context);
 }
 
 }  // namespace moe_ep::cake

@@ -1,9 +1,9 @@
 // Dispatch of few tokens: one hop, no fence, no atomics and no barrier between a row at its source
 // and the same row at its owner.
 //
-// Every warp works out the routes for itself from the ids. It first does its share of the sends,
-// which never wait, then its share of the rows to receive. A row's packets say themselves that they
-// have arrived; a source's header says how many rows to wait for.
+// Every warp that sends works out the routes for itself from the ids. A warp first does its share
+// of the sends, which never wait, then its share of the rows to receive. A row's packets say
+// themselves that they have arrived; a source's header says how many rows to wait for.
 //
 // Packet slots and headers of source s are written by s in its dispatch and read here in ours. They
 // are written again in s's next dispatch, after the waits of its combine, which this rank satisfies
@@ -11,9 +11,9 @@
 //
 // A warp waits for sends that are dealt to all CTAs of a peer, so all of these must get to run
 // beside what waits. This rests on small grids: those of all ranks that share a GPU together fill,
-// on average, at most half of its registers and an eighth of its threads (see the launcher), and
-// what is launched behind a grid starts when that has done waiting. To take the sends from a
-// counter instead would cost a round trip to memory before the first of them.
+// on average, little more than half of its registers and a quarter of its threads (see the
+// launcher), and what is launched behind a grid starts when that has done waiting. To take the
+// sends from a counter instead would cost a round trip to memory before the first of them.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +27,19 @@
 #include "cake/device/packet_round.cuh"
 #include "cake/device/packet_send.cuh"
 #include "cake/device/routing.cuh"
+#include "cake/device/schedule.cuh"
 #include "cake/device/workspace.cuh"
 
 namespace moe_ep::cake {
 
-inline constexpr int kPacketCtaThreads = 128;
-inline constexpr int kPacketCtasPerSm = 2;  // see the launcher
+inline constexpr int kPacketThreads = 128;
+// At most, see the launcher. To be measured: 4 against 2 from 4 tokens and 8 ranks on, where a warp
+// has several tasks.
+template <PacketInputs kInputs>
+inline constexpr int kPacketCtasPerSm = kInputs == PacketInputs::kUsual ? 4 : 2;
+// Registers for two more.
+template <PacketInputs kInputs>
+inline constexpr int kPacketResidentCtas = kPacketCtasPerSm<kInputs> + 2;
 
 // Which part of the sends, then of the receives, a warp has: tasks first, first + step, ...
 struct Share {
@@ -40,69 +47,107 @@ struct Share {
   int32_t step;
 };
 
-// Sends this warp's share. Returns where its share of the receives begins.
-template <int kWords, bool kWhole>
+// Sends this warp's share; `job` and `words` are the first of it, if there is any. Returns where
+// its share of the receives begins.
+template <int kWords, PacketInputs kInputs>
 __device__ int32_t send_share(const PacketDispatchParams& params, const Round<kWords>& round,
-                              const Routes<kWords>& routes, ThreadWords& words, Share share) {
+                              const Routes<kWords>& routes, SendJob job, ThreadWords words,
+                              Share share) {
   const int32_t rows = params.dispatch.num_tokens * params.record.pieces;
   const int32_t sends = rows + params.stats.pieces;
   int32_t task = share.first;
 #pragma unroll 1
   while (task < rows) {
-    const int32_t token = params.by_record_pieces.divide(task);
-    const int32_t piece = task - token * params.record.pieces;
-    send_piece<kWords, kWhole>(params, routes, round.epoch, token, piece, words);
+    send_piece<kWords, kInputs>(params, routes, round.epoch, job, words);
     task += share.step;
-    if (task < rows) words = load_task<kWhole>(params, task);
+    if (task >= rows) break;
+    job = SendJob::of(params, task);
+    words = job.load<kInputs>(params);
   }
+  if constexpr (kInputs != PacketInputs::kUsual) {
 #pragma unroll 1
-  for (; task < sends; task += share.step) send_stats(params, round, task - rows);
+    for (; task < sends; task += share.step) send_stats(params, round, task - rows);
+  }
   return task - sends;
 }
 
-template <int kWords, bool kWhole>
+// `job` is the first of the share.
+template <int kWords, PacketInputs kInputs>
 __device__ void receive_share(const PacketDispatchParams& params, const Round<kWords>& round,
-                              bool failed, Share share) {
+                              bool failed, ReceiveJob job, Share share) {
   const int32_t peers = params.dispatch.workspace.ep_size - 1;
   const int32_t rows = peers * params.dispatch.tokens_per_rank * params.record.pieces;
   const int32_t receives = rows + peers * params.stats.pieces;
   Announcements<kWords> sources(params.dispatch, round, failed);
   int32_t task = share.first;
 #pragma unroll 1
-  for (; task < rows; task += share.step) {
-    receive_row<kWords, kWhole>(params, round, task, sources);
+  while (task < rows) {
+    receive_row<kWords, kInputs != PacketInputs::kAny>(params, round, job, sources);
+    task += share.step;
+    if (task < rows) job = ReceiveJob::of(params, task);
   }
+  if constexpr (kInputs != PacketInputs::kUsual) {
 #pragma unroll 1
-  for (; task < receives; task += share.step) receive_stats(params, round, task - rows, sources);
+    for (; task < receives; task += share.step) {
+      receive_stats(params, round, task - rows, sources);
+    }
+  }
 }
 
-template <int kWords, bool kWhole>
-__global__ void __launch_bounds__(kPacketCtaThreads, kPacketCtasPerSm)
+template <int kWords, PacketInputs kInputs>
+__global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
     dispatch_packets(const __grid_constant__ PacketDispatchParams params) {
-  wait_for_previous_kernel();
   const DispatchKernelParams& p = params.dispatch;
   // Neighbours in the list of tasks are on different SMs; warp 0 keeps the books.
   const auto warp = static_cast<int32_t>(threadIdx.x / kWarpSize * gridDim.x + blockIdx.x);
-  Share share{warp - 1, static_cast<int32_t>(gridDim.x * (kPacketCtaThreads / kWarpSize)) - 1};
+  Share share{warp - 1, static_cast<int32_t>(gridDim.x * (kPacketThreads / kWarpSize)) - 1};
+  const int32_t rows = p.num_tokens * params.record.pieces;
+  const bool keeps_books = warp == 0;
+  const bool sends = !keeps_books && share.first < rows;
+
+  // Addresses are worked out before the wait.
+  const DeviceState* const state = own_segment(p.workspace).state();
+  const void* const id_address = TokenIds<kWords, kInputs>::address(p);
+  SendJob send{};
+  ReceiveJob receive{};
+  if (sends) {
+    send = SendJob::of(params, share.first);
+  } else {
+    receive = ReceiveJob::of(params, max(share.first - rows - params.stats.pieces, 0));
+  }
+  wait_for_previous_kernel_knowing(state, id_address, send.first_packet, send.inputs.addresses[0],
+                                   send.inputs.addresses[1], send.inputs.addresses[2],
+                                   receive.packets, receive.outputs.addresses[0],
+                                   receive.outputs.addresses[1], receive.outputs.addresses[2]);
 
   // Epoch, ids and the first piece of a row fly together: nothing here looks at what it loads.
-  const volatile DeviceState* const state = own_segment(p.workspace).state();
-  const uint32_t state_word = *(lane_id() == 0 ? &state->dispatch_epoch : &state->failed);
-  const auto ids = IdBlock<kWhole>::load(p, min(lane_id(), max(p.num_tokens, 1) - 1), 0);
-  ThreadWords words{};
-  if (warp > 0 && share.first < p.num_tokens * params.record.pieces) {
-    words = load_task<kWhole>(params, share.first);
-  }
+  const volatile uint32_t* const word = lane_id() == 0 ? &state->dispatch_epoch : &state->failed;
+  const uint32_t state_word = *word;
+  Routes<kWords> routes{};
+  TokenIds<kWords, kInputs> ids;
+  ThreadWords words;
+  if (keeps_books || sends) ids = TokenIds<kWords, kInputs>::load(p, id_address);
+  if (sends) words = send.load<kInputs>(params);
   Round<kWords> round;
-  round.active = active_ranks<kWords>(p.workspace, p.active);
-  round.epoch = __shfl_sync(kAllLanes, state_word, 0) + 1;
+  if constexpr (kInputs == PacketInputs::kUsual) {
+    round.active = {params.usual_ranks};
+  } else {
+    round.active = active_ranks<kWords>(p.workspace, p.active);
+  }
   round.signature = round_signature(p, round.active);
+  if ((keeps_books || sends) && lane_id() < p.num_tokens) {
+    routes.of_token = ids.ranks(params, round.active);
+  }
+  round.epoch = __shfl_sync(kAllLanes, state_word, 0) + 1;
   const bool failed = __shfl_sync(kAllLanes, state_word, 1) != 0;
-  const Routes<kWords> routes = find_routes(p, round.active, ids);
 
-  if (warp > 0) {
-    if (!failed) share.first = send_share<kWords, kWhole>(params, round, routes, words, share);
-    receive_share<kWords, kWhole>(params, round, failed, share);
+  if (!keeps_books) {
+    const bool only_receives = !failed && share.first >= rows + params.stats.pieces;
+    if (!failed) {
+      share.first = send_share<kWords, kInputs>(params, round, routes, send, words, share);
+    }
+    if (!only_receives) receive = ReceiveJob::of(params, share.first);
+    receive_share<kWords, kInputs>(params, round, failed, receive, share);
   } else if (!failed) {
     keep_books(p, round, routes);
   } else {

@@ -22,6 +22,16 @@ __device__ inline void signal_store(void* pair, uint32_t low, uint32_t high) {
                : "memory");
 }
 
+// A release in two halves, for a value that is not there yet: the fence takes as long as a load,
+// and here both are under way at once. Whoever sees the store sees what this thread knew at the
+// fence.
+__device__ inline void release_fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void store_after_fence(void* pair, uint32_t low, uint32_t high) {
+  asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(pair),
+               "l"(static_cast<uint64_t>(high) << 32 | low)
+               : "memory");
+}
+
 // One look at a flag; once it has the awaited value, what its signaller published is visible.
 __device__ inline uint32_t poll(const uint32_t* word) {
   uint32_t value;

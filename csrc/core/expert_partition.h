@@ -32,15 +32,18 @@ class ExpertPartition {
   // The owner of an expert; `expert` must be in [0, num_experts). With fewer experts than ranks
   // every block is either of one expert or empty, and the second division is never reached.
   MOE_EP_HOST_DEVICE constexpr int32_t owner_of(int32_t expert) const {
-    // Selects, then divides once: lanes with experts of both kinds do not part.
+    // Selects, then divides once: lanes with experts of both kinds do not part. Without the extra
+    // experts of the large blocks, the small ones lie as if all blocks were small.
     const bool large = expert < end_of_large_;
     const FastDivider by = large ? by_large_ : by_small_;
-    const int32_t owner = by.divide(large ? expert : expert - end_of_large_);
-    return large ? owner : num_large_ + owner;
+    return by.divide(large ? expert : expert - num_large_);
   }
 
   MOE_EP_HOST_DEVICE constexpr bool contains(int64_t expert) const {
     return expert >= 0 && expert < num_experts_;
+  }
+  MOE_EP_HOST_DEVICE constexpr bool contains(int32_t expert) const {
+    return static_cast<uint32_t>(expert) < static_cast<uint32_t>(num_experts_);
   }
 
  private:

@@ -12,8 +12,10 @@ TOLERANCE = 1e-4
 """Largest difference of a logit; logits lie within about +-8.
 
 Both models add the same float32 numbers in another order: one process adds a token's experts one
-after the other; a rank adds those that it owns, and combine adds the ranks' sums. That moves a
-logit by about 1e-6 a layer, while a lost token or a wrong expert moves it by 0.01 or more.
+after the other; a rank adds those that it owns, and combine adds the ranks' sums. A product of
+matrices, too, may add in another order when an expert gets other rows beside a token's. On the CPU
+that moves a logit by about 1e-6 a layer, while a lost token or a wrong expert moves it by 0.01 or
+more.
 """
 
 ROUTER_TIE = 2e-5

@@ -7,9 +7,9 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
+from hf_moe.places import reason_against_gpus
 from moe_ep import available_communication_backends
 
 NUM_EXPERTS = 32
@@ -42,7 +42,7 @@ def parse_options() -> argparse.Namespace:
         "--device",
         default="auto",
         choices=["auto", "cpu", "cuda"],
-        help="auto is cuda if there is a GPU for each rank, else cpu",
+        help="auto is cuda if the ranks can run on the GPUs here (also several on one), else cpu",
     )
     parser.add_argument(
         "--cache",
@@ -52,7 +52,12 @@ def parse_options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     if options.device == "auto":
-        options.device = "cuda" if torch.cuda.device_count() >= options.ranks else "cpu"
+        reason = reason_against_gpus(options.ranks, options.backend)
+        options.device = "cuda" if reason is None else "cpu"
+    elif options.device == "cuda":
+        reason = reason_against_gpus(options.ranks, options.backend)
+        if reason is not None:
+            parser.error(f"--device cuda: {reason}")
     problem = _problem_with(options) or problem_with_packages()
     if problem:
         parser.error(problem)
@@ -89,7 +94,4 @@ def _problem_with(options: argparse.Namespace) -> str | None:
         return f"--tokens must be 1..{MAX_TOKENS_PER_RANK}, got {options.tokens}"
     if options.repeats < 1:
         return f"--repeats must be 1 or more, got {options.repeats}"
-    gpus = torch.cuda.device_count()
-    if options.device == "cuda" and gpus < ranks:
-        return f"--device cuda needs a GPU for each of {ranks} ranks, found {gpus}"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from hf_moe.check import compare_logits
 from hf_moe.clock import ExchangeClock, PassTimes, best, timed
 from hf_moe.model import input_ids, saved_model
+from hf_moe.places import describe, enter, group_backends
 from hf_moe.report import header, table, verdict
 from moe_ep import MoEEpError
 
@@ -30,7 +30,10 @@ OURS, THEIRS = "moe_ep", "all_to_all"  # names in transformers' registry
 
 def run_rank(options: argparse.Namespace) -> int:
     """The whole job of this process. Returns its exit code."""
-    device = start_process_group(options.device)
+    device = enter(options.device)
+    # No device_id: the group would be split over NCCL alone, and moe_ep agrees over Gloo.
+    dist.init_process_group(group_backends(options.device))
+    torch.set_float32_matmul_precision("highest")  # the check is about float32, not TF32
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -40,18 +43,6 @@ def run_rank(options: argparse.Namespace) -> int:
         return 1
     finally:
         dist.destroy_process_group()
-
-
-def start_process_group(device_type: str) -> torch.device:
-    """Join the other ranks. Returns the device of this one."""
-    if device_type == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers takes a GPU where it sees one
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return device
 
 
 @torch.no_grad()
@@ -66,7 +57,7 @@ def check_and_time(options: argparse.Namespace, device: torch.device) -> int:
     )
     EPImplementationInterface.register(THEIRS, timed(AllToAllEP, clock))
     if rank == 0:
-        print(header(options), flush=True)
+        print(header(options, describe(device)), flush=True)
 
     with tqdm(total=6 + 2 * options.repeats, disable=rank != 0, leave=False) as progress:
 
@@ -102,7 +93,8 @@ def check_and_time(options: argparse.Namespace, device: torch.device) -> int:
     if rank == 0:
         ours = f"moe_ep ({communications.backend_name})"
         times = {ours: best(passes[OURS]), f"transformers {THEIRS}": best(passes[THEIRS])}
-        print(table(times, options))
+        through_host = device.type == "cuda" and "nccl" not in group_backends(device.type)
+        print(table(times, options, theirs_goes_through_host=through_host))
         print(verdict(agreement, f"{ranks} ranks over {ours}"), flush=True)
     communications.destroy()
     return 1 if agreement.wrong else 0

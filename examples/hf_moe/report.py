@@ -9,22 +9,31 @@ from hf_moe.check import TOLERANCE, Agreement
 from hf_moe.clock import PassTimes
 from hf_moe.model import english_text, model_config
 
+THROUGH_HOST = """\
+Ranks that share a GPU cannot use NCCL: here all_to_all goes over Gloo, through host memory.
+"""
 
-def header(options: argparse.Namespace) -> str:
-    """What is about to run."""
+
+def header(options: argparse.Namespace, place: str) -> str:
+    """What is about to run, and where."""
     config = model_config(options.layers)
     excerpt = textwrap.shorten(english_text().split("\n\n")[1], 60, placeholder=" ...")
     return f"""\
 model  Qwen3-MoE with random float32 weights: {options.layers} layers, hidden size \
 {config.hidden_size}, {config.num_experts_per_tok} of {config.num_experts} experts per token
-ranks  {options.ranks} processes on {options.device}, each with \
+ranks  {options.ranks} processes on {place}, each with \
 {config.num_experts // options.ranks} experts of every layer and {options.tokens} tokens of its own
 text   Python language reference, "{excerpt}"
 """
 
 
-def table(times: dict[str, PassTimes], options: argparse.Namespace) -> str:
-    """One line for each way to exchange tokens, ours first."""
+def table(
+    times: dict[str, PassTimes], options: argparse.Namespace, *, theirs_goes_through_host: bool
+) -> str:
+    """One line for each way to exchange tokens, ours first.
+
+    theirs_goes_through_host: all_to_all runs over Gloo, though the tokens are on a GPU.
+    """
     tokens = options.ranks * options.tokens
     columns = ("forward", "dispatch", "combine", "exchange")
     lines = [
@@ -32,6 +41,7 @@ def table(times: dict[str, PassTimes], options: argparse.Namespace) -> str:
         *(_line(title, seconds, tokens) for title, seconds in times.items()),
     ]
     ours, theirs = times.values()
+    note = THROUGH_HOST if theirs_goes_through_host else ""
     return "\n".join(lines) + (
         f"""
   Times of {tokens:,} tokens on the slowest rank, each the best of {options.repeats}. \
@@ -39,7 +49,7 @@ forward: a whole pass;
   dispatch, combine: summed over {options.layers} layers; exchange: their share of the pass.
 
 The exchange of moe_ep is {theirs.exchange / ours.exchange:.1f} times as fast as all_to_all's.
-"""
+{note}"""
     )
 
 

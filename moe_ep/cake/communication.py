@@ -13,7 +13,7 @@ from moe_ep.cake.places import geometry_of, reason_against
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from moe_ep.config import CommunicationConfig
-from moe_ep.errors import MoEEpConfigError, MoEEpInputError, stands_for
+from moe_ep.errors import MoEEpConfigError, MoEEpInputError, MoEEpStateError, stands_for
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
@@ -82,6 +82,7 @@ class CakeAlltoAll(MoEEpCommunication):
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
         self._timeout_sec = config.timeout_sec
         self._enable_pdl = config.enable_pdl is not False
+        self._cuda_index = self.device.index if self.device.type == "cuda" else None
         self._layout = geometry_of(params, self.ep_size, config, self.device)
         self._geometry: list[int] = self._layout.fields()
         self._memory = SymmetricMemory.allocate(self._comm, self._layout.segment_bytes, self.device)
@@ -122,6 +123,7 @@ class CakeAlltoAll(MoEEpCommunication):
             this object.
         """
         self._check_rank_mask(active_rank_mask)
+        self._refuse_foreign_capture("dispatch")
         return self._run_dispatch(
             hidden_states,
             topk_ids,
@@ -144,7 +146,25 @@ class CakeAlltoAll(MoEEpCommunication):
         active_rank_mask: the mask that dispatch got.
         """
         self._check_rank_mask(active_rank_mask)
+        self._refuse_foreign_capture("combine")
         return self._run_combine(expert_output, output=output, active_rank_mask=active_rank_mask)
+
+    def _refuse_foreign_capture(self, call: str) -> None:
+        """Raise in a capture of a CUDA graph that would miss this call, which would run at once."""
+        if self._cuda_index is None or torch.compiler.is_compiling():
+            return
+        current = torch.cuda.current_device()
+        usual = current == self._cuda_index and self._bootstrap.stream == 0
+        if usual or not torch.cuda.is_current_stream_capturing():
+            return
+        with torch.cuda.device(self.device), self._on_stream():
+            if torch.cuda.is_current_stream_capturing():
+                return  # the streams are joined in one capture
+        whose = "the current" if self._bootstrap.stream == 0 else "the bootstrap's"
+        raise MoEEpStateError(
+            f"{call} while a CUDA graph is being captured on cuda:{current}, but it runs on "
+            f"{whose} stream of {self.device}, which is not captured: capture that one."
+        )
 
     def _check_rank_mask(self, mask: Tensor | None) -> None:
         """Check what the host can see of a mask; the op checks its bits."""

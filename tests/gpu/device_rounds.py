@@ -8,7 +8,9 @@ The numbers are those of moe_ep.reference (tests/gpu/test_device_rounds.py compa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -186,6 +188,18 @@ class Verdict:
 
     def _count(self, index: int, what: str, wrong: Tensor) -> None:
         self._wrong[index, _WHAT.index(what)] += wrong.sum()
+
+
+def capturing(
+    graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any
+) -> AbstractContextManager[None]:
+    """Return torch.cuda.graph on a stream of the device.
+
+    torch's own stream for captures is made once in a process, on whatever device was current then;
+    ranks of the pool come from one GPU to another.
+    """
+    stream = torch.cuda.Stream(device)
+    return cast(AbstractContextManager[None], torch.cuda.graph(graph, stream=stream, **options))
 
 
 def _with_token(counts: Tensor, tokens_per_rank: int) -> Tensor:

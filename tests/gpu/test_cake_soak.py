@@ -12,13 +12,14 @@ import time
 import pytest
 import torch
 
-from moe_ep import MoEEpCommParams, create_communication
+from moe_ep import MoEEpCommParams
 from tests.backends import Backend, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.gpu.device_rounds import Verdict, expected_sums, partial_rows, tokens_of
 from tests.ranks import RankContext
+from tests.rounds import create
 
-ROUNDS = int(os.environ.get("MOE_EP_SOAK_ROUNDS", "300"))
+ROUNDS = int(os.environ.get("MOE_EP_SOAK_ROUNDS", "200"))
 SECONDS = 60 + ROUNDS / 5
 # Steps of a few tokens and of many take different ways through the kernels.
 TOKENS = (1, 2, 4, 8, 8, 16, 64, 160, 512)
@@ -53,9 +54,7 @@ def soak(context: RankContext, backend: str, params: MoEEpCommParams, rounds: in
     rank, size = context.rank, context.size
     plan = random.Random(size)  # the same on every rank
     delays = Delays(100 * size + rank)
-    with create_communication(
-        context.bootstrap(), params, backend, timeout_sec=60
-    ) as communication:
+    with create(context, params, backend) as communication:
         device = communication.device
         verdict = Verdict(params, size, rank, rounds, device)
         for index in range(rounds):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams
-from tests.backends import ALL, GPUS, Backend, reason_against
+from tests.backends import ALL, Backend, reason_against
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import GPUS
 from tests.ranks import RankContext
 from tests.ranks.devices import NCCL, ONE_GPU, gpu_of, share_of, unavailable_reason
 from tests.rounds import check_all, play, random_round

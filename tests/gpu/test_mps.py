@@ -159,7 +159,7 @@ def test_ranks_take_the_environments_daemon_until_it_may_be_broken(
         assert daemon is not None
         for name, value in daemon.environment.items():
             monkeypatch.setenv(name, value)
-        assert ranks.environment() == {}
+        assert ranks.environment() == daemon.environment
         ranks.distrust()
         own = ranks.environment()
         assert own != daemon.environment
@@ -168,6 +168,24 @@ def test_ranks_take_the_environments_daemon_until_it_may_be_broken(
         assert ranks.environment() not in ({}, own)
         ranks.close()
     stand_in.require_ended(3)
+
+
+def test_others_find_the_daemon_that_an_environment_finds() -> None:
+    named = {"CUDA_MPS_PIPE_DIRECTORY": "/a", "CUDA_MPS_LOG_DIRECTORY": "/b"}
+    assert mps.daemon_of({**named, "HOME": "/c"}) == named
+    assert mps.daemon_of({}) == {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}
+
+
+def test_without_a_daemon_none_is_found_and_the_rest_of_the_environment_stays(
+    stand_in: StandIn,
+) -> None:
+    with mps.mps_daemon() as daemon:
+        assert daemon is not None
+        share = mps.share_of_gpu(2)
+        alone = mps.without_daemon({"HOME": "/c", **share, **daemon.environment})
+        assert not mps.daemon_is_running(alone)
+    assert not Path(alone.pop("CUDA_MPS_PIPE_DIRECTORY")).exists()
+    assert alone == {"HOME": "/c"}
 
 
 def start(*command: str) -> subprocess.Popen[str]:

@@ -14,16 +14,17 @@ from moe_ep import (
     MoEEpConfigError,
     MoEEpStateError,
     QuantFormat,
-    create_communication,
 )
 from tests.backends import Backend, every_backend, on_each
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.problems import Problem, expect, ids, problem_of, rows, weights
 from tests.ranks import RankContext
 from tests.rounds import (
     Played,
     Round,
     check_all,
+    create,
     on_device_of,
     play_round,
     random_round,
@@ -39,15 +40,15 @@ def create_with(
 ) -> tuple[Problem | None, list[Played]]:
     """Body: create with this rank's own arguments, then with equal ones."""
 
-    def create() -> None:
+    def create_mine() -> None:
         given = dict(options[context.rank])
         sizes = {"num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8, "hidden_size": 16}
         known = {name: given.pop(name) for name in list(given) if name in PARAMS_FIELDS}
         params = MoEEpCommParams(**{**sizes, **known})
-        create_communication(context.bootstrap(), params, backends[context.rank], **given)
+        create(context, params, backends[context.rank], **given)
 
-    problem = problem_of(create)
-    with create_communication(context.bootstrap(), PARAMS, backends[0]) as communication:
+    problem = problem_of(create_mine)
+    with create(context, PARAMS, backends[0]) as communication:
         return problem, [play_round(communication, one)]
 
 
@@ -67,6 +68,7 @@ DISAGREEMENTS = {
 @every_backend
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 @pytest.mark.parametrize("odd_one", [0, 2])
+@few_on_gpus(name=["hidden_size", "dispatch_format"], odd_one=[2])
 def test_ranks_that_construct_differently_all_get_every_ranks_values(
     ranks: RunOnRanks, backend: Backend, device: str, name: str, odd_one: int
 ) -> None:
@@ -121,7 +123,7 @@ def disagree_about_a_round(
     rounds: Sequence[Round],
 ) -> tuple[list[Problem | None], list[Played]]:
     """Body: a good round, one with this rank's own arguments, again, and two good ones."""
-    with create_communication(context.bootstrap(), params, backend, **options) as communication:
+    with create(context, params, backend, **options) as communication:
         played = [play_round(communication, rounds[0])]
         given = {
             "hidden_states": rounds[0].hidden_states[context.rank],
@@ -194,7 +196,7 @@ def dispatch_wide_rows(
     context: RankContext, backend: str, one: Round
 ) -> tuple[list[Problem | None], list[Played]]:
     options = {"extra_payload_bytes_per_token": 8}
-    with create_communication(context.bootstrap(), PARAMS, backend, **options) as communication:
+    with create(context, PARAMS, backend, **options) as communication:
         wide = torch.zeros(2, 32 + context.rank, dtype=torch.uint8)
         given = {"hidden_states": wide, "topk_ids": ids(2)}
         problem = dispatch_in_disagreement(communication, given)

@@ -11,9 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_ep import MoEEpCommParams, QuantFormat
-from tests.backends import ALL, Backend, every_backend_spread_too, on_shared_gpus
+from tests.backends import (
+    ALL,
+    Backend,
+    every_backend_spread_too,
+    on_each,
+    on_shared_gpus,
+    on_the_cpu,
+)
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import GPUS, few_on_gpus
 from tests.rounds import Played, Round, check_all, play, random_round
 
 pytestmark = pytest.mark.multirank
@@ -22,6 +30,7 @@ TOKEN_COUNTS = [0, 1, 2, 3, 5, 31, 33, 127]
 
 @every_backend_spread_too
 @pytest.mark.parametrize("size", range(1, 9))
+@few_on_gpus(size=[1, 2, 3, 5, 8])
 def test_any_number_of_ranks_with_any_numbers_of_tokens(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
 ) -> None:
@@ -74,17 +83,35 @@ def rounds_of(draw: st.DrawFn, params: MoEEpCommParams, size: int) -> Round:
 
 
 OPTIONS = {"eplb_stats_num_experts": 1}
-few_examples = settings(
-    max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    print_blob=True,
-)
 
 
-@every_backend_spread_too
-@few_examples
+def examples(number: int) -> settings:
+    return settings(
+        max_examples=number,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        print_blob=True,
+    )
+
+
+@on_the_cpu
+@examples(40)
 @given(data=st.data())
 def test_any_geometry_is_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
+) -> None:
+    play_any_geometry(ranks, backend, device, data)
+
+
+@on_each(devices=GPUS)
+@examples(15)
+@given(data=st.data())
+def test_any_geometry_is_exact_on_gpus(
+    ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
+) -> None:
+    play_any_geometry(ranks, backend, device, data)
+
+
+def play_any_geometry(
     ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
 ) -> None:
     size, params, rounds = data.draw(geometries(max_size=ranks.max_size_on(device)))
@@ -107,7 +134,7 @@ def test_any_geometry_is_exact(
     check_all(params, rounds, played)
 
 
-LARGE_STEPS = [(2, 7168, 2048), (4, 2880, 1024), (8, 7168, 256)]
+LARGE_STEPS = [(2, 7168, 1024), (4, 2880, 1024), (8, 7168, 128)]
 
 
 @on_shared_gpus

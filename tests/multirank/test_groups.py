@@ -16,8 +16,9 @@ from moe_ep import (
 )
 from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import Outcome, RankContext
-from tests.rounds import Played, Round, check, play_round, random_round
+from tests.rounds import Played, Round, check, create, play_round, random_round
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 6, 40)
@@ -79,6 +80,7 @@ def play_in_groups(
 
 
 @every_backend
+@few_on_gpus(steps=[[PAIRS, CROSSED, LATER, EVERYONE], [CROSSED, EVERYONE, PAIRS]])
 @pytest.mark.parametrize(
     "steps",
     [
@@ -119,8 +121,8 @@ def play_in_two_communications(
 ) -> list[list[Played]]:
     """Body: two communications of one group, their rounds interleaved."""
     with (
-        create_communication(context.bootstrap(), PARAMS, backend) as one,
-        create_communication(context.bootstrap(), PARAMS, backend) as other,
+        create(context, PARAMS, backend) as one,
+        create(context, PARAMS, backend) as other,
     ):
         return [
             [play_round(communication, both[which]) for both in rounds]

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from moe_ep import MoEEpCommParams, MoEEpInputError, create_communication
+from moe_ep import MoEEpCommParams, MoEEpInputError
 from moe_ep.reference import input_errors
 from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import RankContext
 from tests.rounds import (
     Played,
     Round,
     check_all,
+    create,
     ids_of,
     play_round,
     random_round,
@@ -40,7 +42,7 @@ def play_with_reports(
     ask_between: call check() between dispatch and combine.
     """
     reports, played = [], []
-    with create_communication(context.bootstrap(), params, backend) as communication:
+    with create(context, params, backend) as communication:
         combine = communication.combine
         for one in rounds:
             report: list[str | None] = [None, None]
@@ -149,6 +151,7 @@ def test_the_first_of_several_is_named_with_their_number(
 
 @every_backend
 @pytest.mark.parametrize("wrong", [4, 2**31 - 1, 2**32, 2**32 + 1, 2**63 - 1])
+@few_on_gpus(wrong=[4, 2**32 + 1, 2**63 - 1])
 def test_a_wide_id_is_not_taken_for_another(
     ranks: RunOnRanks, backend: Backend, device: str, wrong: int
 ) -> None:
@@ -160,6 +163,7 @@ def test_a_wide_id_is_not_taken_for_another(
 
 @every_backend
 @pytest.mark.parametrize("padding", [-(2**63), -(2**32) + 1, -(2**31) - 1, -1])
+@few_on_gpus(padding=[-(2**63), -(2**32) + 1])
 def test_a_wide_negative_id_is_padding(
     ranks: RunOnRanks, backend: Backend, device: str, padding: int
 ) -> None:
@@ -200,7 +204,7 @@ def test_several_ranks_each_raise_their_own(
 
 def leave_without_combine(context: RankContext, backend: str) -> str | None:
     """Body: a wrong id in a round that is never combined."""
-    communication = create_communication(context.bootstrap(), PARAMS, backend)
+    communication = create(context, PARAMS, backend)
     bad = round_with([[0, 9]])
     communication.dispatch(
         bad.hidden_states[context.rank].to(communication.device),

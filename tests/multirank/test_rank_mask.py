@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep import MoEEpCommParams, create_communication
+from moe_ep import MoEEpCommParams
 from moe_ep.cake.kernels import active_rank_mask
 from tests.backends import Backend, on_each
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check, play, play_round, random_round
+from tests.rounds import Played, Round, check, create, play, play_round, random_round
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 4, 7, 24)
@@ -27,9 +27,7 @@ def play_without(
 ) -> list[Played] | None:
     """Body: play the rounds, whose masks grow smaller; a rank leaves when it is masked off."""
     played = []
-    with create_communication(
-        context.bootstrap(), PARAMS, backend, timeout_sec=10, **MASKED
-    ) as communication:
+    with create(context, PARAMS, backend, timeout_sec=10, **MASKED) as communication:
         for one in rounds:
             if one.active_ranks is not None and context.rank not in one.active_ranks:
                 break
@@ -113,7 +111,7 @@ def give_masks(
     """Body: what a dispatch with each of the masks raises; then a good round."""
     problems = []
     one = random_round(PARAMS, (2, 2), seed=1)
-    with create_communication(context.bootstrap(), PARAMS, backend, **options) as communication:
+    with create(context, PARAMS, backend, **options) as communication:
         for mask in masks:
             try:
                 communication.dispatch(  # type: ignore[call-arg]

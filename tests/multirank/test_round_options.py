@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ep import MoEEpCommParams, create_communication
+from moe_ep import MoEEpCommParams
 from tests.backends import ALL, Backend, every_backend, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check_all, play, random_round
+from tests.rounds import Played, Round, check_all, create, play, random_round
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 9, 24)
@@ -67,6 +68,7 @@ def test_a_runtime_maximum_of_zero_is_a_round_without_rows(
 
 @every_backend
 @pytest.mark.parametrize("capacity", [1, 3, 5, 7, 13])
+@few_on_gpus(capacity=[1, 7, 13])
 def test_odd_capacities_leave_every_region_in_place(
     ranks: RunOnRanks, backend: Backend, device: str, capacity: int
 ) -> None:
@@ -106,7 +108,7 @@ def test_the_librarys_own_combine_input_gives_the_same_bits(
 
 def ask_for_the_buffer(context: RankContext, backend: str) -> tuple[Any, ...]:
     """Body: what get_combine_input_buffer returns in an open round."""
-    with create_communication(context.bootstrap(), PARAMS, backend) as communication:
+    with create(context, PARAMS, backend) as communication:
         one = random_round(PARAMS, (2, 2), seed=1)
         communication.dispatch(
             one.hidden_states[context.rank].to(communication.device),
@@ -146,6 +148,7 @@ def test_a_backend_without_a_combine_input_returns_none(
 
 @every_backend
 @pytest.mark.parametrize("num_stats", [1, 4, 10])
+@few_on_gpus(num_stats=[1, 10])
 def test_statistics_of_all_ranks_are_gathered_with_the_dispatch(
     ranks: RunOnRanks, backend: Backend, device: str, num_stats: int
 ) -> None:

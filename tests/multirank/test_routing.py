@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import MoEEpCommParams, create_communication, expert_partition
-from tests.backends import Backend, every_backend_spread_too, on_shared_gpus
+from moe_ep import MoEEpCommParams, expert_partition
+from tests.backends import Backend, every_backend, every_backend_spread_too, on_shared_gpus
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import RankContext
 from tests.rounds import (
     Played,
     Round,
     check_all,
     count_matrix,
+    create,
     first_column,
     ids_of,
     play,
@@ -86,7 +88,7 @@ def test_a_rank_without_tokens_takes_part(ranks: RunOnRanks, backend: Backend, d
     assert played[1].combined.dtype == torch.bfloat16
 
 
-@every_backend_spread_too
+@every_backend
 def test_the_first_rank_may_be_the_one_without_tokens(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -118,6 +120,7 @@ def test_all_tokens_may_go_to_one_rank(ranks: RunOnRanks, backend: Backend, devi
 
 @on_shared_gpus
 @pytest.mark.parametrize("target", range(8))
+@few_on_gpus(target=[0, 3, 7])
 def test_all_tokens_of_eight_ranks_may_go_to_any_one_of_them(
     ranks: RunOnRanks, backend: Backend, device: str, target: int
 ) -> None:
@@ -132,6 +135,7 @@ def test_all_tokens_of_eight_ranks_may_go_to_any_one_of_them(
 
 @on_shared_gpus
 @pytest.mark.parametrize("top_k", [1, 2, 8, 9, 32])
+@few_on_gpus(top_k=[1, 8, 32])
 def test_eight_ranks_route_whatever_they_are_given(
     ranks: RunOnRanks, backend: Backend, device: str, top_k: int
 ) -> None:
@@ -141,7 +145,7 @@ def test_eight_ranks_route_whatever_they_are_given(
     play_and_check(ranks, backend, device, params, rounds)
 
 
-@every_backend_spread_too
+@every_backend
 @pytest.mark.parametrize("padding", [-1, -7, -(2**31)])
 def test_padding_sends_nothing_and_a_token_of_it_alone_is_plus_zero(
     ranks: RunOnRanks, backend: Backend, device: str, padding: int
@@ -162,7 +166,7 @@ def test_slots_with_one_owner_travel_once(ranks: RunOnRanks, backend: Backend, d
     assert combined(played) == [[11], [3.5]]
 
 
-@every_backend_spread_too
+@every_backend
 @pytest.mark.parametrize("invalid_id", [-1, 4, 1000])
 def test_rows_without_a_token_hold_the_invalid_id_after_a_fuller_round(
     ranks: RunOnRanks, backend: Backend, device: str, invalid_id: int
@@ -179,7 +183,7 @@ def test_rows_without_a_token_hold_the_invalid_id_after_a_fuller_round(
     assert second[1].topk_ids.tolist() == wanted
 
 
-@every_backend_spread_too
+@every_backend
 def test_an_id_repeated_in_a_row_travels_once_and_counts_twice(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -189,7 +193,7 @@ def test_an_id_repeated_in_a_row_travels_once_and_counts_twice(
     assert combined(played) == [[9], []]
 
 
-@every_backend_spread_too
+@every_backend
 def test_all_slots_of_a_row_may_be_one_expert(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -212,8 +216,9 @@ def alternating_expert(expert: int, rows: Tensor) -> Tensor:
     return (expert % 2 + 1) * rows
 
 
-@every_backend_spread_too
+@every_backend
 @pytest.mark.parametrize("top_k", [*range(1, 17), 22, 32])
+@few_on_gpus(top_k=[1, 3, 8, 9, 16, 22, 32])
 def test_every_top_k_up_to_the_limit(
     ranks: RunOnRanks, backend: Backend, device: str, top_k: int
 ) -> None:
@@ -234,7 +239,7 @@ def test_every_top_k_up_to_the_limit(
         assert combined([played[0] for played in by_rank]) == [TOP_K_SUMS[top_k]] * 2
 
 
-@every_backend_spread_too
+@every_backend
 def test_experts_that_ranks_cannot_share_evenly(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -246,6 +251,7 @@ def test_experts_that_ranks_cannot_share_evenly(
 
 @every_backend_spread_too
 @pytest.mark.parametrize(("num_experts", "ep_size"), [(1, 4), (2, 4), (3, 8), (7, 5)])
+@few_on_gpus(ep_size=[4, 8], num_experts=[2, 3])
 def test_there_may_be_fewer_experts_than_ranks(
     ranks: RunOnRanks, backend: Backend, device: str, num_experts: int, ep_size: int
 ) -> None:
@@ -257,7 +263,7 @@ def test_there_may_be_fewer_experts_than_ranks(
 def owned_experts(
     context: RankContext, backend: str, params: MoEEpCommParams
 ) -> tuple[int, int, int, int]:
-    with create_communication(context.bootstrap(), params, backend) as communication:
+    with create(context, params, backend) as communication:
         return (
             communication.ep_rank,
             communication.ep_size,
@@ -266,7 +272,7 @@ def owned_experts(
         )
 
 
-@every_backend_spread_too
+@every_backend
 @pytest.mark.parametrize(
     ("num_experts", "shares"),
     [(256, [86, 85, 85]), (30, [4] * 6 + [3] * 2), (2, [1, 1, 0, 0]), (10, [3, 3, 2, 2])],

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import MoEEpCommParams, QuantFormat, create_communication
+from moe_ep import MoEEpCommParams, QuantFormat
 from moe_ep.reference import evaluate_experts
 from tests.backends import Backend, every_backend, on_each
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check_all, copy_of, play, random_round, random_rows
+from tests.rounds import Played, Round, check_all, copy_of, create, play, random_round, random_rows
 
 pytestmark = pytest.mark.multirank
 
@@ -55,6 +56,7 @@ BYTES_PER_ROW = [1, 2, 3, 4, 6, 8, 12, 14, 16, 20, 63, 144]
 
 @every_backend
 @pytest.mark.parametrize("row_bytes", BYTES_PER_ROW)
+@few_on_gpus(row_bytes=[1, 14, 16, 20, 63])
 def test_rows_of_any_number_of_bytes_arrive_unchanged(
     ranks: RunOnRanks, backend: Backend, device: str, row_bytes: int
 ) -> None:
@@ -66,6 +68,7 @@ def test_rows_of_any_number_of_bytes_arrive_unchanged(
 @every_backend
 @pytest.mark.parametrize("hidden_size", [1, 3, 7, 8, 40, 72, 2880, 2944, 7168])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@few_on_gpus(hidden_size=[1, 7, 72, 7168])
 def test_every_token_dtype_and_hidden_size_combines_exactly(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, hidden_size: int
 ) -> None:
@@ -77,6 +80,7 @@ def test_every_token_dtype_and_hidden_size_combines_exactly(
 @every_backend
 @pytest.mark.parametrize("hidden_size", [1, 33, 128, 200])
 @pytest.mark.parametrize("dispatch_format", QuantFormat, ids=lambda format: format.name)
+@few_on_gpus(hidden_size=[33, 200])
 def test_every_dispatch_format_travels_with_its_scales(
     ranks: RunOnRanks,
     backend: Backend,
@@ -125,6 +129,7 @@ def test_one_communication_alternates_between_rounds_with_and_without_weights(
 
 @on_each(having="extra_bytes")
 @pytest.mark.parametrize("extra", [0, 1, 13, 64])
+@few_on_gpus(extra=[13, 64])
 def test_rows_may_be_wider_by_the_extra_bytes(
     ranks: RunOnRanks, backend: Backend, device: str, extra: int
 ) -> None:
@@ -185,9 +190,7 @@ def play_in_layout(
     """Body: every tensor of the round, output= included, in a layout of the same values."""
     rank = context.rank
     stats = torch.arange(6, dtype=torch.int32).repeat_interleave(2)[::2] + rank
-    with create_communication(
-        context.bootstrap(), params, backend, eplb_stats_num_experts=6
-    ) as communication:
+    with create(context, params, backend, eplb_stats_num_experts=6) as communication:
 
         def mine(of_each_rank: Sequence[Tensor]) -> Tensor:
             return lay_out(of_each_rank[rank].to(communication.device))
@@ -213,6 +216,7 @@ def play_in_layout(
 @every_backend
 @pytest.mark.parametrize("lay_out", LAYOUTS, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+@few_on_gpus(id_dtype=[torch.int64])
 def test_tensors_of_any_layout_give_what_dense_ones_give(
     ranks: RunOnRanks,
     backend: Backend,
@@ -239,7 +243,7 @@ def play_with_one_row_for_all(
     context: RankContext, backend: str, params: MoEEpCommParams, num_tokens: int
 ) -> list[Played]:
     """Body: every row of every input is the same memory."""
-    with create_communication(context.bootstrap(), params, backend) as communication:
+    with create(context, params, backend) as communication:
         rows, ids, weights = (
             value.to(communication.device).expand(num_tokens, -1)
             for value in row_for_all(params, context.rank)

@@ -24,6 +24,7 @@ from moe_ep import (
 from moe_ep.reference import token_destinations
 from tests.backends import Backend, naming_silent_peers, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import Outcome, RankContext
 from tests.ranks.devices import CPU, ONE_GPU
 from tests.rounds import check, play_round, random_round, settled
@@ -98,6 +99,7 @@ def meet_a_silent_peer(
 
 
 @naming_silent_peers
+@few_on_gpus(full_rounds=[3])
 @pytest.mark.parametrize(
     ("silent_in", "full_rounds"), [("dispatch", 0), ("dispatch", 3), ("combine", 3)]
 )

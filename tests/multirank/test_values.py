@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import MoEEpCommParams, create_communication
+from moe_ep import MoEEpCommParams
 from moe_ep.reference import reference_combine
-from tests.backends import Backend, every_backend_spread_too, on_shared_gpus
+from tests.backends import Backend, every_backend, every_backend_spread_too, on_shared_gpus
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
-from tests.rounds import Round, check_all, ids_of, play, rows_of
+from tests.rounds import Round, check_all, create, ids_of, play, rows_of
 
 pytestmark = pytest.mark.multirank
 QUIET_NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}
@@ -31,7 +31,7 @@ def combine_given_rows(
     expert_outputs: Sequence[Tensor],
 ) -> Tensor:
     """Body: one round whose expert outputs are given."""
-    with create_communication(context.bootstrap(), params, backend) as communication:
+    with create(context, params, backend) as communication:
         ids = topk_ids[context.rank].to(communication.device)
         rows = torch.zeros(len(ids), params.hidden_size, dtype=params.token_dtype)
         communication.dispatch(rows.to(communication.device), ids)
@@ -78,7 +78,7 @@ def sum_of_partials(
     return float(first[0, 0])
 
 
-@every_backend_spread_too
+@every_backend
 def test_the_sum_is_kept_in_float32(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     # In bfloat16 each 256 + 1 would round back to 256.
     got = sum_of_partials(ranks, backend, device, [256, 1, 1, 1], torch.bfloat16)
@@ -96,7 +96,7 @@ def test_partials_are_added_in_ascending_order_of_the_owner(
     assert sum_of_partials(ranks, backend, device, [1, -big, big], torch.float32) == 1
 
 
-@every_backend_spread_too
+@every_backend
 def test_a_sum_beyond_the_largest_number_is_infinite(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_sum_beyond_the_largest_number_is_infinite(
     assert sum_of_partials(ranks, backend, device, [largest] * 2, torch.bfloat16) == float("inf")
 
 
-@every_backend_spread_too
+@every_backend
 @token_dtypes
 def test_minus_zero_alone_comes_out_as_plus_zero(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
@@ -118,7 +118,7 @@ def test_minus_zero_alone_comes_out_as_plus_zero(
         assert not combined.view(INTEGER[dtype]).any()
 
 
-@every_backend_spread_too
+@every_backend
 @token_dtypes
 def test_every_nan_comes_out_as_the_one_quiet_nan(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
@@ -155,7 +155,7 @@ def combine_random_bit_patterns(
     combined_of(ranks, backend, device, params, ids, outputs)
 
 
-@every_backend_spread_too
+@every_backend
 @token_dtypes
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sums_of_random_bit_patterns_are_exact(
@@ -184,7 +184,7 @@ def test_eight_partials_are_added_in_float32_in_ascending_order_of_the_owner(
     assert got == 264  # 263 lies between 262 and 264, nearer to even 264
 
 
-@every_backend_spread_too
+@every_backend
 @token_dtypes
 def test_ties_round_to_even(
     ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
@@ -237,7 +237,7 @@ def test_every_bit_pattern_of_a_payload_arrives_unchanged(
     check_all(params, rounds, played)
 
 
-@every_backend_spread_too
+@every_backend
 def test_the_same_rows_give_the_same_bits_whatever_batch_is_around_them(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

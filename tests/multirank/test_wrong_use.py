@@ -14,13 +14,13 @@ from moe_ep import (
     MoEEpConfigError,
     MoEEpStateError,
     QuantFormat,
-    create_communication,
 )
 from tests.backends import Backend, every_backend
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.problems import Problem, expect, ids, problem_of, rows, weights
 from tests.ranks import RankContext
-from tests.rounds import Played, Round, check_all, on_device_of, play_round, random_round
+from tests.rounds import Played, Round, check_all, create, on_device_of, play_round, random_round
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(4, 2, 8, 16)
@@ -36,7 +36,7 @@ def dispatch_wrongly(
     wrong_ranks: Sequence[int],
 ) -> tuple[Problem | None, list[Played]]:
     """Body: some ranks give a wrong argument once; then all play good rounds."""
-    with create_communication(context.bootstrap(), PARAMS, backend) as communication:
+    with create(context, PARAMS, backend) as communication:
         problem = None
         if context.rank in wrong_ranks:
             assert GOOD.topk_weights is not None
@@ -153,6 +153,7 @@ WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] =
 
 @every_backend
 @pytest.mark.parametrize("case", WRONG_DISPATCHES)
+@few_on_gpus(case=["ids of int16", "too many rows", "rows elsewhere"])
 def test_a_wrong_argument_of_dispatch_on_all_ranks_is_named_and_changes_nothing(
     ranks: RunOnRanks, backend: Backend, device: str, case: str
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_wrong_argument_of_dispatch_on_all_ranks_is_named_and_changes_nothing(
 
 @every_backend
 @pytest.mark.parametrize("case", ["ids of int16", "too many rows", "rows elsewhere"])
+@few_on_gpus(case=["too many rows"])
 def test_a_wrong_argument_on_one_rank_is_that_ranks_business(
     ranks: RunOnRanks, backend: Backend, device: str, case: str
 ) -> None:
@@ -197,7 +199,7 @@ SCALED = MoEEpCommParams(4, 2, 8, 200, dispatch_format=QuantFormat.DeepSeekFp8)
 def give_wrong_scales(
     context: RankContext, backend: str, wrong: torch.Tensor | None, one: Round
 ) -> tuple[Problem | None, list[Played]]:
-    with create_communication(context.bootstrap(), SCALED, backend) as communication:
+    with create(context, SCALED, backend) as communication:
         problem = problem_of(
             communication.dispatch,
             one.hidden_states[context.rank].to(communication.device),
@@ -217,6 +219,7 @@ def give_wrong_scales(
         (torch.zeros(3, 2, dtype=torch.float16), TypeError),
     ],
 )
+@few_on_gpus(wrong=[None])
 def test_wrong_scale_rows_are_named(
     ranks: RunOnRanks,
     backend: Backend,
@@ -276,7 +279,7 @@ def combine_wrongly(
     context: RankContext, backend: str, wrong: dict[str, Any], one: Round, rounds: Sequence[Round]
 ) -> tuple[Problem | None, list[Played]]:
     """Body: combine with a wrong argument in an open round, then close it well and go on."""
-    with create_communication(context.bootstrap(), PARAMS, backend) as communication:
+    with create(context, PARAMS, backend) as communication:
         combine = communication.combine
         problem = None
 
@@ -294,6 +297,7 @@ def combine_wrongly(
 
 @every_backend
 @pytest.mark.parametrize("case", WRONG_COMBINES)
+@few_on_gpus(case=["too few rows", "an output elsewhere"])
 def test_a_wrong_argument_of_combine_is_named_and_leaves_the_round_open(
     ranks: RunOnRanks, backend: Backend, device: str, case: str
 ) -> None:
@@ -316,7 +320,7 @@ def call_out_of_order(
     context: RankContext, backend: str
 ) -> tuple[dict[str, Problem | None], list[Played]]:
     problems: dict[str, Problem | None] = {}
-    with create_communication(context.bootstrap(), PARAMS, backend) as communication:
+    with create(context, PARAMS, backend) as communication:
         partial = rows(16, device=communication.device)
         problems["combine before dispatch"] = problem_of(communication.combine, partial)
         problems["buffer before dispatch"] = problem_of(
@@ -376,7 +380,7 @@ def test_calls_out_of_order_raise_a_state_error_and_disturb_nothing(
 
 
 def destroy_in_an_open_round(context: RankContext, backend: str) -> Problem | None:
-    communication = create_communication(context.bootstrap(), PARAMS, backend)
+    communication = create(context, PARAMS, backend)
     device = communication.device
     communication.dispatch(
         GOOD.hidden_states[context.rank].to(device), GOOD.topk_ids[context.rank].to(device)

@@ -21,6 +21,9 @@ SPREAD = "cuda:spread"
 NCCL = "cuda:nccl"
 """Rank r on GPU r, in a group that has NCCL beside Gloo: NCCL refuses two ranks on one GPU."""
 
+TIMEOUT_SECONDS = 10
+"""The communications' own on GPUs: so long a rank waits there for a peer that has failed."""
+
 _SHARED = (ONE_GPU, SPREAD)
 
 
@@ -75,7 +78,7 @@ class Mps:
         if self._own is not None:
             return self._own.environment
         if self._trust_environment and mps.daemon_is_running(os.environ):
-            return {}
+            return mps.daemon_of(os.environ)
         if mps.unavailable_reason() is not None:
             return {}  # one rank a GPU needs none
         self._own = mps.start_daemon()

@@ -83,6 +83,7 @@ class LaunchedRanks:
         mine = wire.dumps(("value", None))
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
         try:
+            self._groups.make(size, device)
             if rank >= 0:
                 copied = wire.loads(wire.dumps(kwargs))
                 call = wire.call_of(device, body, copied)

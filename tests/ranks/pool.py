@@ -18,7 +18,10 @@ from tools.mps import share_of_gpu
 MAX_RANKS = 8
 _START_SECONDS = 90.0
 _CUDA_START_SECONDS = 60.0
+# Ranks whose peer failed end by themselves, on a GPU at the latest with the time-out of their
+# kernels. One that is killed in a kernel takes the MPS daemon along.
 _GRACE_SECONDS = 3.0
+_CUDA_GRACE_SECONDS = devices.TIMEOUT_SECONDS + 2.0
 
 
 class RankPool:
@@ -29,7 +32,7 @@ class RankPool:
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
         self._mps = devices.Mps()
-        self._sizes_with_cuda: set[tuple[str, int]] = set()
+        self._used_on_gpus: set[tuple[str, int]] = set()  # device, size
 
     def run(
         self,
@@ -48,20 +51,22 @@ class RankPool:
         """
         used = range(MAX_RANKS - size, MAX_RANKS)
         environment: dict[str, str] = {}
+        grace = _GRACE_SECONDS
+        new_on_gpus = device != devices.CPU and (device, size) not in self._used_on_gpus
         if device != devices.CPU:
             environment = {**self._mps.environment(), **share_of_gpu(MAX_RANKS)}
-            if (device, size) not in self._sizes_with_cuda:
-                self._sizes_with_cuda.add((device, size))
-                seconds += _CUDA_START_SECONDS
-        request = wire.dumps((size, environment, *wire.call_of(device, body, kwargs)))
+            grace = _CUDA_GRACE_SECONDS
+        if new_on_gpus:
+            self._used_on_gpus.add((device, size))
+            seconds += _CUDA_START_SECONDS
+        call = wire.call_of(device, body, kwargs)
         ranks = self._running()
         try:
-            for rank in used:
-                ranks.connections[rank].send_bytes(request)
-            answers = ranks.collect(used, time.monotonic() + seconds, _GRACE_SECONDS)
-            if all(answers.get(rank, ("", None))[0] == "value" for rank in used):
-                return [answers[rank][1] for rank in used]
-            raise RankFailedError(_report(ranks, used, answers, body, seconds))
+            if new_on_gpus:
+                ask = wire.dumps((size, environment, device))
+                self._answers(ranks, range(MAX_RANKS), ask, "making the group", seconds, grace)
+            request = wire.dumps((size, environment, *call))
+            return self._answers(ranks, used, request, body.__qualname__, seconds, grace)
         except RankFailedError:
             self._replace_all()
             raise
@@ -97,7 +102,7 @@ class RankPool:
 
     def _replace_all(self) -> None:
         """End the processes, and the MPS daemon if they used it; the next call starts new ones."""
-        used_cuda = bool(self._sizes_with_cuda)
+        used_cuda = bool(self._used_on_gpus)
         self._kill()
         if used_cuda:
             self._mps.distrust()
@@ -106,7 +111,18 @@ class RankPool:
         if self._ranks is not None:
             self._ranks.kill()
             self._ranks = None
-        self._sizes_with_cuda.clear()
+        self._used_on_gpus.clear()
+
+    def _answers(
+        self, ranks: Ranks, asked: range, request: bytes, what: str, seconds: float, grace: float
+    ) -> list[Any]:
+        """Return what each rank asked returned. Raises RankFailedError unless all did."""
+        for rank in asked:
+            ranks.connections[rank].send_bytes(request)
+        answers = ranks.collect(asked, time.monotonic() + seconds, grace)
+        if all(answers.get(rank, ("", None))[0] == "value" for rank in asked):
+            return [answers[rank][1] for rank in asked]
+        raise RankFailedError(_report(ranks, asked, answers, what, seconds))
 
     def _running(self) -> Ranks:
         if self._ranks is None:
@@ -127,10 +143,10 @@ def _report(
     ranks: Ranks,
     used: range,
     answers: dict[int, tuple[str, Any]],
-    body: Callable[..., Any],
+    what_failed: str,
     seconds: float,
 ) -> str:
-    lines = [f"{body.__qualname__} failed on {len(used)} ranks"]
+    lines = [f"{what_failed} failed on {len(used)} ranks"]
     for rank, worker in enumerate(used):
         kind, what = answers.get(worker, ("silent", None))
         if kind == "error":

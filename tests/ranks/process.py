@@ -27,6 +27,7 @@ from tests.ranks import devices, wire
 
 _PR_SET_PDEATHSIG = 1
 _GROUP_TIMEOUT = timedelta(seconds=60)
+NCCL_BACKENDS = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
@@ -74,31 +75,26 @@ class Groups:
     def __init__(self, world_size: int) -> None:
         """Make those over Gloo. Collective over all processes."""
         self._world_size = world_size
-        self._gloo = {
-            size: self._new_group(size, "gloo", among_members=False)
-            for size in range(1, world_size + 1)
-        }
+        self._gloo = {size: self._new_group(size, "gloo") for size in range(1, world_size + 1)}
         self._nccl: dict[int, dist.ProcessGroup] = {}
 
-    def of(self, size: int, device: str) -> dist.ProcessGroup:
-        """Return the group for a body on `device`. Collective over the group.
+    def make(self, size: int, device: str) -> None:
+        """Make what a body on `device` will need. Collective over all processes.
 
-        NCCL's are made when first needed: they initialise CUDA.
+        NCCL's groups are made when first needed: they initialise CUDA, in their members. And not
+        among these alone: torch 2.11 names such a group by the number of groups that a process is
+        in, which here differs, and its members then wait for each other under different names.
         """
-        if device != devices.NCCL:
-            return self._gloo[size]
-        if size not in self._nccl:
-            self._nccl[size] = self._new_group(size, "cpu:gloo,cuda:nccl", among_members=True)
-        return self._nccl[size]
+        if device == devices.NCCL and size not in self._nccl:
+            self._nccl[size] = self._new_group(size, NCCL_BACKENDS)
 
-    def _new_group(self, size: int, backend: str, among_members: bool) -> dist.ProcessGroup:
+    def of(self, size: int, device: str) -> dist.ProcessGroup:
+        """Return the group for a body on `device`, which was made."""
+        return (self._nccl if device == devices.NCCL else self._gloo)[size]
+
+    def _new_group(self, size: int, backend: str) -> dist.ProcessGroup:
         members = list(range(self._world_size - size, self._world_size))
-        group = dist.new_group(
-            members,
-            timeout=_GROUP_TIMEOUT,
-            backend=backend,
-            use_local_synchronization=among_members,
-        )
+        group = dist.new_group(members, timeout=_GROUP_TIMEOUT, backend=backend)
         return cast(dist.ProcessGroup, group)  # an int where this process is no member
 
 
@@ -119,10 +115,13 @@ def serve(
             request = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        size, environment, *call = wire.loads(request)
+        size, environment, device, *call = wire.loads(request)
         os.environ.update(environment)
         rank = worker - (world_size - size)
-        connection.send_bytes(run(rank, size, groups, *call))
+        if call:
+            connection.send_bytes(run(rank, size, groups, device, *call))
+        else:
+            connection.send_bytes(make_group(rank, size, groups, device))
 
 
 def serve_once(
@@ -163,6 +162,20 @@ def serve_once(
     sys.stderr.flush()
     # A forked child would skip the exit handlers and destructors that a user's process runs.
     ctypes.pythonapi.Py_Exit(status)
+
+
+def make_group(rank: int, size: int, groups: Groups, device: str) -> bytes:
+    """Take part in `groups.make`; return the pickled ("value", None) or ("error", traceback).
+
+    rank: in the group; negative where this process is none of its members.
+    """
+    try:
+        if rank >= 0:
+            devices.enter(device, rank, size)
+        groups.make(size, device)
+        return wire.dumps(("value", None))
+    except Exception:
+        return wire.dumps(("error", traceback.format_exc()))
 
 
 def run(

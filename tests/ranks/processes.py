@@ -19,6 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from tests.ranks import wire
+from tools import mps
 
 _FORK = multiprocessing.get_context("forkserver")
 _LAUNCHER_VARIABLES = (
@@ -51,6 +52,9 @@ def start_server() -> None:
     """
     _FORK.set_forkserver_preload(list(_PRELOADED))
     own_environment = dict(os.environ)
+    # Those that share a GPU are told their daemon by devices.Mps.
+    os.environ.clear()
+    os.environ.update(mps.without_daemon(own_environment))
     for name in _LAUNCHER_VARIABLES:  # a launcher that started us did not start them
         os.environ.pop(name, None)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name lookup, no firewall

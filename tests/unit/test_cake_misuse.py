@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,62 @@ def test_destroy_gives_the_memory_back_while_the_object_lives() -> None:
     assert mappings_of_memfd() == before + 1
     comm.destroy()
     assert mappings_of_memfd() == before
+
+
+class Capture:
+    """Stands in for two GPUs, of which one captures a CUDA graph; comm is on cuda:1."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        comm: MoEEpCommunication,
+        current: int,
+        captured: int | None,
+    ) -> None:
+        self.current, self.captured = current, captured
+        monkeypatch.setattr(comm, "device", torch.device("cuda", 1))
+        monkeypatch.setattr(comm, "_cuda_index", 1)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: self.current == self.captured
+        )
+        monkeypatch.setattr(torch.cuda, "device", self.on)
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_capture_that_a_call_would_not_be_part_of_is_refused(
+    comm: MoEEpCommunication, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    if call == "combine":
+        received = comm.dispatch(ROWS, IDS).hidden_states
+    with monkeypatch.context() as patch:
+        Capture(patch, comm, current=0, captured=0)
+        with pytest.raises(MoEEpStateError, match=rf"{call} while .*on cuda:0, .* of cuda:1"):
+            comm.dispatch(ROWS, IDS) if call == "dispatch" else comm.combine(received)
+    if call == "combine":
+        assert torch.equal(comm.combine(received), SUMS)
+    assert_a_round_is_right(comm)
+
+
+@pytest.mark.parametrize(("current", "captured"), [(1, 1), (0, None), (1, None), (1, 0)])
+def test_other_captures_do_not_concern_it(
+    comm: MoEEpCommunication,
+    monkeypatch: pytest.MonkeyPatch,
+    current: int,
+    captured: int | None,
+) -> None:
+    with monkeypatch.context() as patch:
+        Capture(patch, comm, current, captured)
+        # It gets as far as the arguments, which are not on a GPU.
+        with pytest.raises(MoEEpConfigError, match="hidden_states"):
+            comm.dispatch(ROWS, IDS)
+    assert_a_round_is_right(comm)
 
 
 def test_output_inside_the_workspace_is_refused(comm: MoEEpCommunication) -> None:

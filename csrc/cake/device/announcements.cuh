@@ -50,12 +50,12 @@ class Announcements {
   // A look at the headers that are missing is a load and a `take`, so that other loads can fly with
   // it.
   __device__ uint4 load() const {
-    uint4 header = make_uint4(0, 0, 0, round_.epoch - 1);
-    if (!((known_ >> lane_id()) & 1)) header = load_header(p_.workspace, this_source());
+    uint4 header = make_uint4(0, 0, 0, 0);
+    if (is_missing()) header = load_header(p_.workspace, this_source());
     return header;
   }
   __device__ void take(uint4 header) {
-    const bool arrived = header.w == round_.epoch;
+    const bool arrived = is_missing() && header.w == round_.epoch;
     if (arrived) {
       rows_ = header_agrees(p_, header, round_.signature) ? static_cast<int32_t>(header.x)
                                                           : kNothingComes;
@@ -75,6 +75,7 @@ class Announcements {
   }
 
  private:
+  __device__ bool is_missing() const { return ((known_ >> lane_id()) & 1) == 0; }
   __device__ int32_t this_source() const { return window_ * kWarpSize + lane_id(); }
 
   __device__ void open_window(int32_t window) {

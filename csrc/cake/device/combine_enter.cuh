@@ -7,14 +7,20 @@
 // that it has no rows from: their flag says that what they received in this round is consumed, so
 // that the next dispatch may write it. A flag is written again in the next combine, which comes
 // after the source's next dispatch, so it cannot be ahead.
+//
+// One warp of each CTA does all of this and sums nothing, so that a flag neither leaves nor is seen
+// later because of what the others wait for: slots, counters, addresses.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cake/combine_plan.h"
 #include "cake/cuda_params.h"
 #include "cake/device/bounded_wait.cuh"
 #include "cake/device/memory_access.cuh"
+#include "cake/device/routing.cuh"
+#include "cake/device/schedule.cuh"
 #include "cake/device/stage_rows.cuh"
 #include "cake/device/workspace.cuh"
 #include "core/device_signal.cuh"
@@ -22,35 +28,98 @@
 
 namespace moe_ep::cake {
 
-struct CombineRound {
-  uint32_t epoch;
-  bool failed;    // a wait has expired before: nothing may be waited for any more
-  bool poisoned;  // the ranks disagreed in dispatch: sums are NaN
-  bool misused;   // not called with the sizes of the dispatch
+// What dispatch has left of the round in flight. Constructing it sends three loads on their way,
+// and looks at none of them.
+class CombineRound {
+ public:
+  __device__ CombineRound(const CombineKernelParams& p, const DeviceState* state)
+      : p_(p), state_(*state) {
+    constexpr size_t kBegin = offsetof(DeviceState, combine_epoch);
+    static_assert(offsetof(DeviceState, poisoned_epoch) == kBegin + 4 &&
+                  offsetof(DeviceState, num_tokens) == kBegin + 8 &&
+                  offsetof(DeviceState, tokens_per_rank) == kBegin + 12);
+    sizes_ = *reinterpret_cast<const uint4*>(&state_.combine_epoch);
+    first_active_ = state_.active.words[0];
+    failed_ = *const_cast<const volatile uint32_t*>(&state_.failed);
+  }
+  __device__ uint32_t epoch() const { return sizes_.x; }
+  // The ranks disagreed in dispatch: sums are NaN.
+  __device__ bool poisoned() const { return sizes_.y == sizes_.x; }
+  // Not called with the sizes of the dispatch.
+  __device__ bool misused() const {
+    return static_cast<int32_t>(sizes_.z) != p_.num_tokens ||
+           static_cast<int32_t>(sizes_.w) != p_.tokens_per_rank;
+  }
+  // A wait has expired before: nothing may be waited for any more. Others may see it later.
+  __device__ bool failed() const { return failed_ != 0; }
+  // As dispatch has found it.
+  __device__ bool is_active(int32_t rank) const {
+    if (rank < kRanksPerMaskWord) return (first_active_ >> rank) & 1;
+    return state_.active.contains(rank);
+  }
+  // A rank that is misused has no rows to offer, and says so by a signature that matches nobody's.
+  __device__ uint32_t signature() const { return misused() ? ~p_.signature : p_.signature; }
+
+ private:
+  const CombineKernelParams& p_;
+  const DeviceState& state_;
+  uint4 sizes_;
+  uint64_t first_active_;
+  uint32_t failed_;
 };
 
-// By all threads of a CTA, after wait_for_previous_kernel; the same for all of them.
-__device__ inline CombineRound read_round(const CombineKernelParams& p) {
-  const DeviceState* const state = own_segment(p.workspace).state();
-  CombineRound round{};
-  round.epoch = state->combine_epoch;
-  round.poisoned = state->poisoned_epoch == round.epoch;
-  round.misused = state->num_tokens != p.num_tokens || state->tokens_per_rank != p.tokens_per_rank;
-  // Another CTA may fail at this moment.
-  round.failed = __syncthreads_or(has_failed(p.workspace)) != 0;
-  return round;
+// Which warp of a CTA speaks with the peers: the last one.
+__device__ inline bool speaks_with_peers() {
+  return threadIdx.x / kWarpSize == blockDim.x / kWarpSize - 1;
 }
 
-// In the round in flight, as dispatch has found it.
-__device__ inline bool is_active(const CombineKernelParams& p, int32_t rank) {
-  return own_segment(p.workspace).state()->active.contains(rank);
+// Slot `owner` of the flags of `source`.
+__device__ inline CombineFlag* flag_at(const CombineKernelParams& p, int32_t source,
+                                       int32_t owner) {
+  return DeviceSegment(p.workspace, source).combine_flag(owner);
 }
 
-// A rank that is misused has no rows to offer, and says so by a signature that matches nobody's.
-__device__ inline void publish_rows(const CombineKernelParams& p, const CombineRound& round,
-                                    int32_t source) {
-  signal_store(DeviceSegment(p.workspace, source).combine_flag(p.workspace.ep_rank), round.epoch,
-               round.misused ? ~p.signature : p.signature);
+// Where the warp that speaks with the peers reads and writes; lane r for rank r.
+struct PeerAddresses {
+  DeviceState* state;
+  CombineFlag* flag_there;
+  CombineFlag* flag_here;
+
+  __device__ explicit PeerAddresses(const CombineKernelParams& p)
+      : state(own_segment(p.workspace).state()),
+        flag_there(flag_at(p, lane_id(), p.workspace.ep_rank)),
+        flag_here(flag_at(p, p.workspace.ep_rank, lane_id())) {}
+};
+
+// By one warp of CTA 0. What it orders was done by earlier kernels, so the fence need not wait for
+// the epoch: 0.6 us of its time run beside the loads of the round. Nothing of the round may be
+// looked at in front of the loop, or the assembler waits for it at the fence.
+__device__ inline void publish_rows_in_place(const CombineKernelParams& p,
+                                             const CombineRound& round, CombineFlag* flag) {
+  release_fence();
+#pragma unroll 1
+  for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
+    if (!round.failed() && round.is_active(source)) {
+      store_after_fence(flag, round.epoch(), round.signature());
+    }
+    flag = flag_at(p, source + kWarpSize, p.workspace.ep_rank);
+  }
+}
+
+// By all threads of every CTA, where the experts did not write their rows in place.
+__device__ inline void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
+                                              StageTable& table) {
+  const CombineRound round(p, own_segment(p.workspace).state());
+  if (__syncthreads_or(round.failed()) != 0) return;  // another CTA may fail at this moment
+  const int32_t* const recv_counts = own_segment(p.workspace).recv_counts();
+  const auto num_rows = [&](int32_t source) -> int64_t {
+    if (!round.is_active(source)) return -1;
+    return round.misused() ? 0 : recv_counts[source];
+  };
+  const auto publish = [&](int32_t source) {
+    signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature());
+  };
+  stage_rows(p, plan, num_rows, publish, table);
 }
 
 __device__ inline void record_combine_disagreement(const DeviceWorkspace& workspace) {
@@ -62,56 +131,64 @@ __device__ inline void record_combine_disagreement(const DeviceWorkspace& worksp
 }
 
 // False: the owner was called with something else, or the wait has expired; the host is told.
-__device__ inline bool await_rows(const CombineKernelParams& p, const CombineRound& round,
-                                  int32_t owner) {
-  const CombineFlag* const flag = own_segment(p.workspace).combine_flag(owner);
+__device__ inline bool await_rows(const CombineKernelParams& p, uint32_t epoch, int32_t owner,
+                                  const CombineFlag* flag) {
   Patience patience;
   for (;;) {
     const Pair seen = poll_pair(flag);
-    if (epoch_reached(seen.low, round.epoch)) {
-      if (seen.low != round.epoch || seen.high == p.signature) return true;
+    if (epoch_reached(seen.low, epoch)) {
+      if (seen.low != epoch || seen.high == p.signature) return true;
       if (blockIdx.x == 0) record_combine_disagreement(p.workspace);
       return false;
     }
-    if (patience.exhausted(p.workspace, Phase::kCombine, owner, round.epoch, seen.low)) {
-      return false;
-    }
+    if (patience.exhausted(p.workspace, Phase::kCombine, owner, epoch, seen.low)) return false;
   }
 }
 
-// By all threads of every CTA, unless the round has failed. Returns, the same for all threads of a
-// CTA, whether its sums may be formed: if not they are NaN. After this a kernel waits for nobody.
-__device__ inline bool exchange_rows(const CombineKernelParams& p, const StagePlan& plan,
-                                     const CombineRound& round, StageTable& table) {
-  const int32_t ep_size = p.workspace.ep_size;
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  const auto threads = static_cast<int32_t>(blockDim.x);
-  if (p.expert_output != nullptr) {
-    const int32_t* const recv_counts = own_segment(p.workspace).recv_counts();
-    const auto num_rows = [&](int32_t source) -> int64_t {
-      if (!is_active(p, source)) return -1;
-      return round.misused ? 0 : recv_counts[source];
-    };
-    const auto publish = [&](int32_t source) { publish_rows(p, round, source); };
-    stage_rows(p, plan, num_rows, publish, table);
-  } else if (blockIdx.x == 0) {
-    for (int32_t source = thread; source < ep_size; source += threads) {
-      if (is_active(p, source)) publish_rows(p, round, source);
+// By all threads of every CTA: waits for the kernel before this one, and stages.
+template <bool kStaged>
+__device__ void begin_combine(const CombineKernelParams& p, const StagePlan& plan) {
+  if constexpr (kStaged) {
+    __shared__ StageTable table;
+    wait_for_previous_kernel();
+    stage_and_publish_rows(p, plan, table);
+  } else {
+    const PeerAddresses peers(p);
+    wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
+  }
+}
+
+// By the warp that speaks with the peers, of every CTA. False: sums may not be formed. One lane a
+// peer looks: thousands of pollers of one line delay the flag itself.
+template <bool kStaged>
+__device__ bool exchange_flags(const CombineKernelParams& p) {
+  const PeerAddresses addresses(p);
+  const CombineRound round(p, addresses.state);
+  if (blockIdx.x == 0) {
+    if constexpr (!kStaged) publish_rows_in_place(p, round, addresses.flag_there);
+    if (lane_id() == 0 && !round.failed()) {
+      addresses.state->dispatch_epoch = round.epoch();
+      addresses.state->dispatch_items = 0;
     }
   }
-  // One lane a peer: thousands of pollers of one line delay the flag itself.
-  bool ready = true;
-  for (int32_t owner = thread; owner < ep_size; owner += threads) {
-    if (is_active(p, owner)) ready &= await_rows(p, round, owner);
+  if (round.failed()) return false;
+  bool ready = !round.poisoned();
+  const CombineFlag* flag = addresses.flag_here;
+#pragma unroll 1
+  for (int32_t owner = lane_id(); owner < p.workspace.ep_size; owner += kWarpSize) {
+    if (round.is_active(owner)) ready &= await_rows(p, round.epoch(), owner, flag);
+    flag = flag_at(p, p.workspace.ep_rank, owner + kWarpSize);
   }
-  const bool all_ready = __syncthreads_or(!ready) == 0;
-  allow_next_kernel();
-  if (blockIdx.x == 0 && thread == 0) {
-    DeviceState* const state = own_segment(p.workspace).state();
-    state->dispatch_epoch = round.epoch;
-    state->dispatch_items = 0;
-  }
-  return all_ready && !round.poisoned;
+  return ready;
+}
+
+// By all threads of a CTA; `ready` is what exchange_flags has said, and true for the other warps.
+// Returns, the same for all threads, whether the CTA's sums may be formed: if not they are NaN.
+// After this a kernel waits for nobody.
+__device__ inline bool agree_on_rows(bool ready) {
+  const bool valid = __syncthreads_or(!ready) == 0;
+  if (speaks_with_peers()) allow_next_kernel();  // one warp is enough
+  return valid;
 }
 
 // What peers wrote by ordinary stores, and this thread has waited for, is ordered before its later

@@ -5,6 +5,7 @@
 
 #include "cake/cuda_params.h"
 #include "cake/device/routing.cuh"
+#include "core/expert_partition.h"
 
 namespace moe_ep::cake {
 
@@ -49,6 +50,52 @@ struct IdBlock {
     const uint32_t low = words[2 * i];
     const uint32_t id = is_int64 ? (words[2 * i + 1] == 0 ? low : ~0u) : kWhole ? words[i] : low;
     return static_cast<int32_t>(id);
+  }
+};
+
+// The owner of an expert where all ranks own the same number of them: one multiplication. What lies
+// outside [0, num_experts), as an unsigned number, has an owner at or above ep_size.
+struct EvenOwners {
+  uint32_t multiplier;
+  uint32_t num_experts;
+  bool are_even;  // if not, this is of no use
+
+  // Exact: the multiplier exceeds 2^32 / share by less than one, so a product exceeds the quotient
+  // by less than expert / 2^32, too little to reach the next integer as long as
+  // num_experts * share <= 2^32.
+  static EvenOwners of(const ExpertPartition& partition, int32_t ep_size) {
+    const ExpertRange last = partition.of_rank(ep_size - 1);
+    const auto share = static_cast<uint64_t>(last.count);
+    const auto num_experts = static_cast<uint64_t>(last.first) + share;
+    const bool are_even = share >= 2 &&
+                          share == static_cast<uint64_t>(partition.of_rank(0).count) &&
+                          num_experts * share <= uint64_t{1} << 32;
+    if (!are_even) return {};
+    const uint64_t multiplier = ((uint64_t{1} << 32) + share - 1) / share;
+    return {static_cast<uint32_t>(multiplier), static_cast<uint32_t>(num_experts), true};
+  }
+  // Up to 32 ranks, a bit each; an id that is no expert has a bit behind those of the ranks, or
+  // none.
+  __device__ uint32_t bit_of_owner(uint32_t expert) const {
+    return __funnelshift_lc(0, 1, __umulhi(expert, multiplier));  // a shift by 32 or more gives 0
+  }
+};
+
+// The ids of a token of a usual step: eight int32 that start on 16 bytes.
+struct UsualIds {
+  static constexpr int kIds = 8;
+  uint4 low;
+  uint4 high;
+
+  __device__ static const uint4* address(const DispatchKernelParams& p, int32_t token) {
+    return static_cast<const uint4*>(p.topk_ids) + 2 * token;
+  }
+  __device__ static UsualIds load(const uint4* ids) { return {ids[0], ids[1]}; }
+
+  __device__ uint32_t owners(const EvenOwners& of) const {
+    return of.bit_of_owner(low.x) | of.bit_of_owner(low.y) | of.bit_of_owner(low.z) |
+           of.bit_of_owner(low.w) | of.bit_of_owner(high.x) | of.bit_of_owner(high.y) |
+           of.bit_of_owner(high.z) | of.bit_of_owner(high.w);
   }
 };
 

@@ -53,6 +53,22 @@ __device__ inline void store_chunk(void* to, uint4 v) {
                : "memory");
 }
 
+// ---- counters of work
+
+// Takes `count` items and returns the first. For lane 0 alone. An atomic on one address is made one
+// access of the warp, and a shuffle that waits for its result at once; this one, at an address that
+// looks like the lane's own, lets the caller go on until it looks at the result.
+__device__ inline uint32_t take_items(uint32_t* counter, uint32_t count) {
+  uint32_t first;
+  asm volatile(
+      "{.reg .b32 lane; .reg .b64 at; mov.u32 lane,%%laneid; mad.wide.u32 at,lane,4,%1;"
+      " atom.relaxed.gpu.global.add.u32 %0,[at],%2;}"
+      : "=r"(first)
+      : "l"(counter), "r"(count)
+      : "memory");
+  return first;
+}
+
 // ---- bulk copies; addresses and sizes are multiples of 16 bytes
 
 // Counts the bytes that arrive in shared memory; one thread announces them.

@@ -66,8 +66,32 @@ __device__ void keep_counts(const DispatchKernelParams& p, const Round<kWords>& 
   if (sources.abandoned()) {
     clear_recv_counts(p);
   } else if (!__all_sync(kAllLanes, agreed)) {
-    settle_disagreement(p, round.active, round.epoch);
+    const RankSet<kWords> active = round.active;  // a copy: the call takes an address
+    settle_disagreement(p, active, round.epoch);
   }
+}
+
+// Of lane r, the tokens that go to rank 32 * w + r. Token by token or rank by rank, whichever is
+// shorter; where there are more than 32 ranks there are fewer tokens.
+template <int kWords>
+__device__ int32_t rows_to_rank(const DispatchKernelParams& p, const Routes<kWords>& routes,
+                                int w) {
+  const int lane = lane_id();
+  if (kWords == 1 && p.num_tokens > p.workspace.ep_size) {
+    uint32_t tokens = 0;
+#pragma unroll 4
+    for (int32_t rank = 0; rank < p.workspace.ep_size; ++rank) {
+      const uint32_t to_rank = routes.tokens_to(w, rank);
+      if (lane == rank) tokens = to_rank;
+    }
+    return __popc(tokens);
+  }
+  int32_t rows = 0;
+#pragma unroll 4
+  for (int32_t token = 0; token < p.num_tokens; ++token) {
+    rows += static_cast<int32_t>((routes.ranks_of(w, token) >> lane) & 1);
+  }
+  return rows;
 }
 
 template <int kWords>
@@ -76,10 +100,10 @@ __device__ void keep_books(const DispatchKernelParams& p, const Round<kWords>& r
   const int lane = lane_id();
   const int32_t own = p.workspace.ep_rank;
   int32_t rows_to_self = 0;
-#pragma unroll
+#pragma unroll 1
   for (int w = 0; w < kWords; ++w) {
-    const int32_t rows = __popc(routes.tokens_to[w]);
-    if ((round.active.words[w] >> lane) & 1) {
+    const int32_t rows = rows_to_rank(p, routes, w);
+    if (round.active.contains(w * kWarpSize + lane)) {
       send_header(p, w * kWarpSize + lane, rows, round.signature, round.epoch);
     }
     if (w == own / kWarpSize) rows_to_self = __shfl_sync(kAllLanes, rows, own % kWarpSize);

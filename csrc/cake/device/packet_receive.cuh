@@ -16,11 +16,12 @@
 namespace moe_ep::cake {
 
 // Waits for a warp's piece of what `source` sends as its row `row`; -1 stands for what comes
-// without rows. False: it does not come.
+// without rows. `packets` begin with this thread's first. False: it does not come.
 template <int kWords>
-__device__ bool receive_piece(const RecordShape& shape, const uint8_t* slot, int32_t q,
+__device__ bool receive_piece(const RecordShape& shape, const uint8_t* packets, int32_t q,
                               int32_t source, int32_t row, uint32_t epoch,
                               Announcements<kWords>& sources, ThreadWords& words) {
+  const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
   sources.look_at(source);
   Patience patience;
   for (;;) {  // header and row are looked at together
@@ -30,15 +31,14 @@ __device__ bool receive_piece(const RecordShape& shape, const uint8_t* slot, int
     if (!known) header = sources.load();
     bool ready = true;
     if (q < shape.threads) {
-      uint4 packets[kPacketsPerThread];
+      uint4 packet[kPacketsPerThread];
+      const uint8_t* at = packets;
+#pragma unroll
+      for (int j = 0; j < kPacketsPerThread; ++j, at += step) packet[j] = load_packet(at);
 #pragma unroll
       for (int j = 0; j < kPacketsPerThread; ++j) {
-        packets[j] = load_packet(slot + shape.packet_offset(q, j));
-      }
-#pragma unroll
-      for (int j = 0; j < kPacketsPerThread; ++j) {
-        ready &= packets[j].w == epoch;
-        words.set_packet(j, packets[j]);
+        ready &= packet[j].w == epoch;
+        words.set_packet(j, packet[j]);
       }
     }
     if (!known) {
@@ -62,23 +62,42 @@ __device__ inline void clear_row(const DispatchKernelParams& p, int64_t row) {
   if (p.has_weights) p.out_topk_weights[row * p.workspace.top_k + lane] = 0.0f;
 }
 
+// A piece of a row that may come, as its receiver sees it. Known without a look at memory.
+struct ReceiveJob {
+  int32_t piece;
+  int32_t q;
+  int32_t source;
+  int32_t row;      // of the source's block
+  int64_t out_row;  // of all
+  const uint8_t* packets;
+  ChunkPlaces outputs;
+
+  __device__ static ReceiveJob of(const PacketDispatchParams& params, int32_t task) {
+    const DispatchKernelParams& p = params.dispatch;
+    ReceiveJob job;
+    const int32_t slot = params.by_record_pieces.divide(task);
+    job.piece = task - slot * params.record.pieces;
+    job.source = params.by_tokens_per_rank.divide(slot);
+    job.row = slot - job.source * p.tokens_per_rank;
+    if (job.source >= p.workspace.ep_rank) ++job.source;
+    job.q = job.piece * kWarpSize + lane_id();
+    job.out_row = static_cast<int64_t>(job.source) * p.tokens_per_rank + job.row;
+    job.packets = own_segment(p.workspace).dispatch_packets(job.source, job.row) +
+                  params.record.packet_offset(job.q, 0);
+    job.outputs = places_of<false>(params.parts, params.record, job.out_row, job.q);
+    return job;
+  }
+};
+
 template <int kWords, bool kWhole>
 __device__ void receive_row(const PacketDispatchParams& params, const Round<kWords>& round,
-                            int32_t task, Announcements<kWords>& sources) {
-  const DispatchKernelParams& p = params.dispatch;
-  const int32_t slot = params.by_record_pieces.divide(task);
-  const int32_t piece = task - slot * params.record.pieces;
-  int32_t source = params.by_tokens_per_rank.divide(slot);
-  const int32_t row = slot - source * p.tokens_per_rank;
-  if (source >= p.workspace.ep_rank) ++source;
-  const int32_t q = piece * kWarpSize + lane_id();
-  const int64_t out_row = static_cast<int64_t>(source) * p.tokens_per_rank + row;
-  const uint8_t* const packets = own_segment(p.workspace).dispatch_packets(source, row);
+                            const ReceiveJob& job, Announcements<kWords>& sources) {
   ThreadWords words;
-  if (receive_piece(params.record, packets, q, source, row, round.epoch, sources, words)) {
-    store_record<kWhole>(params.parts, params.record, out_row, q, words);
-  } else if (piece == params.record.pieces - 1) {
-    clear_row(p, out_row);
+  if (receive_piece(params.record, job.packets, job.q, job.source, job.row, round.epoch, sources,
+                    words)) {
+    store_record<kWhole>(params.parts, params.record, job.outputs, job.q, words);
+  } else if (job.piece == params.record.pieces - 1) {
+    clear_row(params.dispatch, job.out_row);
   }
 }
 
@@ -91,7 +110,8 @@ __device__ void receive_stats(const PacketDispatchParams& params, const Round<kW
   if (source >= p.workspace.ep_rank) ++source;
   const int32_t num_experts = p.workspace.eplb_stats_num_experts;
   int32_t* const out = p.out_eplb_stats + static_cast<int64_t>(source) * num_experts;
-  const uint8_t* const packets = own_segment(p.workspace).stats_packets(source);
+  const uint8_t* const packets =
+      own_segment(p.workspace).stats_packets(source) + params.stats.packet_offset(q, 0);
   ThreadWords words;
   if (!receive_piece(params.stats, packets, q, source, -1, round.epoch, sources, words)) {
     words = {};

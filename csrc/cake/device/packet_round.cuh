@@ -1,6 +1,7 @@
 // What the warps of a packet dispatch share: its parameters, and where the tokens go.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cake/cuda_params.h"
@@ -15,6 +16,16 @@ namespace moe_ep::cake {
 // A rank has at most so many tokens: lane t stands for token t.
 inline constexpr int32_t kMaxPacketTokens = 32;
 
+// What a kernel may assume of the arguments.
+enum class PacketInputs {
+  kAny,
+  kWhole,  // all parts of a record are whole, on both sides
+  // Whole; up to 32 ranks that own the same number of experts; eight int32 ids a token; weights, no
+  // statistics; the mask not in device memory. With one token a warp then comes from its ids to its
+  // first packet in 114 instructions, where kWhole took 322: some 0.5 us of the step.
+  kUsual,
+};
+
 struct PacketDispatchParams {
   DispatchKernelParams dispatch;
   RecordParts parts;
@@ -23,62 +34,101 @@ struct PacketDispatchParams {
   FastDivider by_record_pieces;
   FastDivider by_stats_pieces;
   FastDivider by_tokens_per_rank;
+  EvenOwners owners;
+  uint32_t usual_ranks;  // that take part, a bit each, if the step is a usual one
+
+  static PacketDispatchParams of(const DispatchKernelParams& p) {
+    const RecordShape record = RecordShape::of(p.num_chunks);
+    const auto words = static_cast<uint64_t>(p.workspace.eplb_stats_num_experts);
+    RecordShape stats{};
+    if (p.eplb_local_stats != nullptr) {
+      stats = RecordShape::of(static_cast<int32_t>(PacketSlots::chunks_of_words(words)));
+    }
+    return {.dispatch = p,
+            .parts = RecordParts::of(p),
+            .record = record,
+            .stats = stats,
+            .by_record_pieces = FastDivider(record.pieces),
+            .by_stats_pieces = FastDivider(std::max(stats.pieces, 1)),
+            .by_tokens_per_rank = FastDivider(std::max(p.tokens_per_rank, 1)),
+            .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
+            .usual_ranks = static_cast<uint32_t>(p.active.fixed.words[0] &
+                                                 RankMask::all(p.workspace.ep_size).words[0])};
+  }
+  PacketInputs inputs() const {
+    if (!parts.are_whole) return PacketInputs::kAny;
+    const bool usual = owners.are_even && dispatch.workspace.ep_size <= kWarpSize &&
+                       dispatch.workspace.top_k == UsualIds::kIds && dispatch.ids_are_vectors &&
+                       dispatch.has_weights && stats.pieces == 0 &&
+                       dispatch.active.on_device == nullptr;
+    return usual ? PacketInputs::kUsual : PacketInputs::kWhole;
+  }
 };
 
-// Where the tokens of this rank go.
+// Where the tokens of this rank go: lane t has the ranks of token t. A rank's column is a ballot,
+// so that a send asks for what it needs and nothing is transposed in front of the first.
 template <int kWords>
 struct Routes {
-  RankSet<kWords> of_token;    // lane t: the ranks of token t
-  uint32_t tokens_to[kWords];  // lane r: the tokens that go to rank 32 * w + r, a bit each
+  RankSet<kWords> of_token;
 
-  // Of lane t's token, ranks 32 * w and up.
-  __device__ uint32_t ranks_of_token(int w) const { return word(of_token.words, w); }
-  // Lane r: how many tokens before this one go to rank 32 * w + r.
-  __device__ int32_t row_of(int w, int32_t token) const {
-    return __popc(word(tokens_to, w) & bits_below(token));
+  // Ranks 32 * w and up of a token, for all lanes.
+  __device__ uint32_t ranks_of(int w, int32_t token) const {
+    return __shfl_sync(kAllLanes, word(w), token);
+  }
+  // The tokens that go to rank 32 * w + bit, a bit each, for all lanes.
+  __device__ uint32_t tokens_to(int w, int32_t bit) const {
+    return __ballot_sync(kAllLanes, (word(w) >> bit) & 1);
   }
 
  private:
   // Without an index at run time, which would move the words out of registers.
-  __device__ static uint32_t word(const uint32_t (&words)[kWords], int w) {
-    uint32_t result = words[0];
+  __device__ uint32_t word(int w) const {
+    uint32_t result = of_token.words[0];
 #pragma unroll
-    for (int i = 1; i < kWords; ++i) result = i == w ? words[i] : result;
+    for (int i = 1; i < kWords; ++i) result = i == w ? of_token.words[i] : result;
     return result;
   }
 };
 
-// `ids`: of token `lane`, or of any.
-template <int kWords, bool kWhole>
-__device__ Routes<kWords> find_routes(const DispatchKernelParams& p, const RankSet<kWords>& active,
-                                      const IdBlock<kWhole>& ids) {
-  Routes<kWords> routes{};
-  const int lane = lane_id();
-  if (lane < p.num_tokens) routes.of_token = destinations_of(p, lane, active, ids);
-  // A transposition, token by token or rank by rank, whichever is shorter. Where there are more
-  // than 32 ranks there are fewer tokens.
-  if (kWords > 1 || p.num_tokens <= p.workspace.ep_size) {
-    for (int32_t token = 0; token < p.num_tokens; ++token) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const uint32_t ranks = __shfl_sync(kAllLanes, routes.of_token.words[w], token);
-        routes.tokens_to[w] |= ((ranks >> lane) & 1) << token;
-      }
-    }
-  } else {
-    for (int32_t rank = 0; rank < p.workspace.ep_size; ++rank) {
-      const uint32_t tokens = __ballot_sync(kAllLanes, (routes.of_token.words[0] >> rank) & 1);
-      if (lane == rank) routes.tokens_to[0] = tokens;
-    }
-  }
-  return routes;
-}
+// The ids of one token a lane, loaded ahead of what is made of them.
+template <int kWords, PacketInputs kInputs>
+struct TokenIds {
+  IdBlock<kInputs == PacketInputs::kWhole> first;
 
-__device__ inline void store_packets(uint8_t* slot, const RecordShape& shape, int32_t q,
+  __device__ static const void* address(const DispatchKernelParams& p) { return p.topk_ids; }
+  __device__ static TokenIds load(const DispatchKernelParams& p, const void*) {
+    return {decltype(first)::load(p, min(lane_id(), max(p.num_tokens, 1) - 1), 0)};
+  }
+  __device__ RankSet<kWords> ranks(const PacketDispatchParams& params,
+                                   const RankSet<kWords>& active) const {
+    return destinations_of(params.dispatch, min(lane_id(), max(params.dispatch.num_tokens, 1) - 1),
+                           active, first);
+  }
+};
+
+template <int kWords>
+struct TokenIds<kWords, PacketInputs::kUsual> {
+  static_assert(kWords == 1);
+  UsualIds all;
+
+  __device__ static const void* address(const DispatchKernelParams& p) {
+    return UsualIds::address(p, min(lane_id(), max(p.num_tokens, 1) - 1));
+  }
+  __device__ static TokenIds load(const DispatchKernelParams&, const void* at) {
+    return {UsualIds::load(static_cast<const uint4*>(at))};
+  }
+  __device__ RankSet<1> ranks(const PacketDispatchParams& params, const RankSet<1>& active) const {
+    return {all.owners(params.owners) & active.words[0]};
+  }
+};
+
+// `at`: this thread's first packet.
+__device__ inline void store_packets(uint8_t* at, const RecordShape& shape,
                                      const ThreadWords& words, uint32_t epoch) {
+  const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
 #pragma unroll
-  for (int j = 0; j < kPacketsPerThread; ++j) {
-    store_packet(slot + shape.packet_offset(q, j), words.packet(j, epoch));
+  for (int j = 0; j < kPacketsPerThread; ++j, at += step) {
+    store_packet(at, words.packet(j, epoch));
   }
 }
 

@@ -29,56 +29,79 @@ __device__ __noinline__ void report_thread_ids(const PacketDispatchParams& param
   }
 }
 
-// What a warp sends as this task, except for the ids.
-template <bool kWhole>
-__device__ ThreadWords load_task(const PacketDispatchParams& p, int32_t task) {
-  const int32_t token = p.by_record_pieces.divide(task);
-  const int32_t piece = task - token * p.record.pieces;
-  return load_record<kWhole>(p.parts, p.record, token, piece * kWarpSize + lane_id());
-}
+// A piece of a token's record, as its sender sees it. Known without a look at memory.
+struct SendJob {
+  int32_t token;
+  int32_t piece;
+  int32_t q;
+  ChunkPlaces inputs;
+  uint8_t* first_packet;  // this thread's, of row 0 of what this rank sends to rank 0
+
+  __device__ static SendJob of(const PacketDispatchParams& params, int32_t task) {
+    const DispatchKernelParams& p = params.dispatch;
+    SendJob job;
+    job.token = params.by_record_pieces.divide(task);
+    job.piece = task - job.token * params.record.pieces;
+    job.q = job.piece * kWarpSize + lane_id();
+    job.inputs = places_of<true>(params.parts, params.record, job.token, job.q);
+    job.first_packet = DeviceSegment(p.workspace, 0).dispatch_packets(p.workspace.ep_rank, 0) +
+                       params.record.packet_offset(job.q, 0);
+    return job;
+  }
+  template <PacketInputs kInputs>
+  __device__ ThreadWords load(const PacketDispatchParams& params) const {
+    constexpr bool kWhole = kInputs != PacketInputs::kAny;
+    constexpr bool kWithIds = kInputs == PacketInputs::kUsual;
+    return load_record<kWhole, kWithIds>(params.parts, params.record, inputs, q);
+  }
+};
 
 // Sends a piece to all ranks of the token; one's own rows need no packets. The first piece also
 // leaves the list of the token's rows for combine.
-template <int kWords, bool kWhole>
+template <int kWords, PacketInputs kInputs>
 __device__ void send_piece(const PacketDispatchParams& params, const Routes<kWords>& routes,
-                           uint32_t epoch, int32_t token, int32_t piece, ThreadWords& words) {
+                           uint32_t epoch, const SendJob& job, ThreadWords& words) {
   const DispatchKernelParams& p = params.dispatch;
   const int lane = lane_id();
-  const int32_t q = piece * kWarpSize + lane;
-  const bool invalid = load_ids(p, params.parts, params.record, token, q, words);
-  SendSlot* const slots = own_segment(p.workspace).send_slots(token);
+  const bool invalid =
+      kInputs == PacketInputs::kUsual
+          ? settle_ids(p, params.parts, params.record, params.owners.num_experts, job.q, words)
+          : load_ids(p, params.parts, params.record, job.token, job.q, words);
+  SendSlot* const slots = own_segment(p.workspace).send_slots(job.token);
   int32_t num_slots = 0;
   int32_t row_at_self = -1;
 #pragma unroll 1
   for (int w = 0; w < kWords; ++w) {
-    const uint32_t ranks = __shfl_sync(kAllLanes, routes.ranks_of_token(w), token);
-    const int32_t row_here = routes.row_of(w, token);
+    const uint32_t ranks = routes.ranks_of(w, job.token);
+    int32_t row_here = 0;  // of lane r at rank 32 * w + r
 #pragma unroll 1
     for (uint32_t left = ranks; left != 0; left &= left - 1) {
       const int bit = __ffs(static_cast<int>(left)) - 1;
       const int32_t rank = w * kWarpSize + bit;
-      const int32_t row = __shfl_sync(kAllLanes, row_here, bit);
+      const int32_t row = __popc(routes.tokens_to(w, bit) & bits_below(job.token));
+      if (lane == bit) row_here = row;
       if (rank == p.workspace.ep_rank) {
         row_at_self = row;
-      } else if (q < params.record.threads) {
-        const DeviceSegment peer(p.workspace, rank);
-        store_packets(peer.dispatch_packets(p.workspace.ep_rank, row), params.record, q, words,
-                      epoch);
+      } else if (job.q < params.record.threads) {
+        store_packets(job.first_packet + rank * p.workspace.rank_stride +
+                          static_cast<uint32_t>(row) * p.workspace.dispatch_slot_bytes,
+                      params.record, words, epoch);
       }
     }
-    if (piece == 0 && ((ranks >> lane) & 1)) {
+    if (job.piece == 0 && ((ranks >> lane) & 1)) {
       slots[num_slots + __popc(ranks & bits_below(lane))] = {w * kWarpSize + lane, row_here};
     }
     num_slots += __popc(ranks);
   }
   if (row_at_self >= 0) {
-    const int64_t block = static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank;
-    store_record<kWhole>(params.parts, params.record, block + row_at_self, q, words);
+    const int64_t row = int64_t{p.workspace.ep_rank} * p.tokens_per_rank + row_at_self;
+    const ChunkPlaces outputs = places_of<false>(params.parts, params.record, row, job.q);
+    store_record<kInputs != PacketInputs::kAny>(params.parts, params.record, outputs, job.q, words);
   }
-  if (piece == 0 && lane == 0 && num_slots < p.workspace.max_destinations) {
+  if (job.piece == 0 && lane == 0 && num_slots < p.workspace.max_destinations) {
     slots[num_slots] = {-1, 0};
   }
-  if (invalid) report_thread_ids(params, token, q);
+  if (invalid) report_thread_ids(params, job.token, job.q);
 }
 
 template <int kWords>
@@ -102,8 +125,8 @@ __device__ void send_stats(const PacketDispatchParams& params, const Round<kWord
 #pragma unroll 1
   for (int32_t rank = 0; rank < p.workspace.ep_size; ++rank) {
     if (rank == own || !round.active.contains(rank)) continue;
-    store_packets(DeviceSegment(p.workspace, rank).stats_packets(own), params.stats, q, words,
-                  round.epoch);
+    uint8_t* const packets = DeviceSegment(p.workspace, rank).stats_packets(own);
+    store_packets(packets + params.stats.packet_offset(q, 0), params.stats, words, round.epoch);
   }
 }
 

@@ -75,17 +75,17 @@ __device__ ChunkPlaces places_of(const RecordParts& record, const RecordShape& s
   return places;
 }
 
-// The payloads and weights of a token; zeros where its ids are to be, and behind the end.
-template <bool kWhole>
+// The payloads and weights of a token, and its ids as they are if kWithIds; zeros where its ids are
+// to be, and behind the end. `places` are those of its inputs.
+template <bool kWhole, bool kWithIds>
 __device__ ThreadWords load_record(const RecordParts& record, const RecordShape& shape,
-                                   int32_t token, int32_t q) {
+                                   const ChunkPlaces& places, int32_t q) {
   ThreadWords words{};
-  const ChunkPlaces places = places_of<true>(record, shape, token, q);
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) {
     const int32_t chunk = shape.chunk(q, k);
-    const bool is_id = chunk >= record.ids_begin && chunk < record.ids_end;
-    if (q >= shape.threads || chunk >= record.end || is_id) continue;
+    if (q >= shape.threads || chunk >= record.end) continue;
+    if (!kWithIds && chunk >= record.ids_begin && chunk < record.ids_end) continue;
     const RecordPart& part = record.parts[kWhole ? 0 : places.parts[k]];
     if (kWhole || part.inputs.are_whole) {
       words.set_chunk(k, load_chunk(reinterpret_cast<const void*>(places.addresses[k])));
@@ -98,11 +98,10 @@ __device__ ThreadWords load_record(const RecordParts& record, const RecordShape&
   return words;
 }
 
-// Puts a record into row `row` of what this rank has received.
+// Puts a record where it has been received; `places` are those of the outputs.
 template <bool kWhole>
-__device__ void store_record(const RecordParts& record, const RecordShape& shape, int64_t row,
-                             int32_t q, const ThreadWords& words) {
-  const ChunkPlaces places = places_of<false>(record, shape, row, q);
+__device__ void store_record(const RecordParts& record, const RecordShape& shape,
+                             const ChunkPlaces& places, int32_t q, const ThreadWords& words) {
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) {
     const int32_t chunk = shape.chunk(q, k);
@@ -138,6 +137,27 @@ __device__ inline bool load_ids(const DispatchKernelParams& p, const RecordParts
     }
   }
   return invalid;
+}
+
+// The same for ids that were loaded as they are, in whole chunks of int32. True: one of them may be
+// an error. It need not: padding, too, is no expert.
+__device__ inline bool settle_ids(const DispatchKernelParams& p, const RecordParts& record,
+                                  const RecordShape& shape, uint32_t num_experts, int32_t q,
+                                  ThreadWords& words) {
+  bool suspicious = false;
+#pragma unroll
+  for (int k = 0; k < kChunksPerThread; ++k) {
+    const int32_t chunk = shape.chunk(q, k);
+    if (chunk < record.ids_begin || chunk >= record.ids_end) continue;
+#pragma unroll
+    for (int i = 0; i < kWordsPerChunk; ++i) {
+      uint32_t& id = words.words[kWordsPerChunk * k + i];
+      const bool is_expert = id < num_experts;
+      suspicious |= !is_expert;
+      if (!is_expert) id = static_cast<uint32_t>(p.invalid_expert_id);
+    }
+  }
+  return suspicious;
 }
 
 }  // namespace moe_ep::cake

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cake/cuda_params.h"
+#include "cake/device/id_stream.cuh"
 #include "cake/device/routing.cuh"
 
 namespace moe_ep::cake {
@@ -45,8 +46,10 @@ __device__ inline uint32_t transposed(uint32_t row) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
     const uint32_t other = __shfl_xor_sync(kAllLanes, row, distance);
-    row = (lane_id() & distance) == 0 ? (row & low) | ((other & low) << distance)
-                                      : (row & ~low) | ((other >> distance) & low);
+    const bool is_upper = (lane_id() & distance) != 0;
+    const uint32_t kept = is_upper ? ~low : low;
+    row =
+        (row & kept) | (__funnelshift_l(other, other, is_upper ? 32 - distance : distance) & ~kept);
     low ^= low << (distance / 2);
   }
   return row;
@@ -81,38 +84,74 @@ class RouteTable {
     }
   }
 
-  // Reads the ids of the step that begins with token `first`. All warps; CTA barriers before, since
-  // the last step may still be read, and after. The only place where all ids are read.
-  __device__ void scan(const RankSet<kWords>& active, int32_t first) {
-    constexpr int kBatch = kWords == 1 ? 4 : 1;  // groups with their loads in flight together
+  // Reads the ids of the step that begins with token `first`, and calls `meanwhile` once all are
+  // asked for. All warps; CTA barriers before, since the last step may still be read, and after.
+  // The only place where all ids are read. kLoads: those of a warp in flight. With 8, top-8 and
+  // int32 they are all of 2048 tokens.
+  template <int kLoads, typename Meanwhile>
+  __device__ void scan(const RankSet<kWords>& active, int32_t first, const Meanwhile& meanwhile) {
+    const int32_t tokens = min(p_.num_tokens - first, shape_.tokens);
     first_ = first;
-    groups_ = (min(p_.num_tokens - first, shape_.tokens) + kGroupTokens - 1) / kGroupTokens;
-    for (int32_t group = warp_; group < groups_; group += kBatch * warps_) {
-      RankSet<kWords> sets[kBatch] = {};
-      read_destinations(first + group * kGroupTokens + lane_id(), sets);
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) store_columns(group + b * warps_, active, sets[b]);
+    groups_ = (tokens + kGroupTokens - 1) / kGroupTokens;
+    IdStream ids(p_, first + warp_ * kGroupTokens + lane_id(), warps_ * kGroupTokens,
+                 first + tokens);
+    // For all warps the same, so that the compiler sees shuffles among lanes that are together.
+    int32_t places = ids.places((groups_ + warps_ - 1) / warps_);
+    if (!ids.is_usable()) {
+      scan_singly(active);
+      places = 0;
     }
+    int4 loads[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) loads[i] = ids.load(i, places);
+    RankSet<kWords> set{};
+    bool is_told = false;
+#pragma unroll 1
+    for (int32_t place = 0;; place += kLoads) {
+      if (!is_told && place + kLoads >= places) {
+        meanwhile();
+        is_told = true;
+      }
+      if (place >= places) break;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (place + i >= places) break;
+        ids.add_owners(loads[i], set);
+        loads[i] = ids.load(place + kLoads + i, places);
+        if (ids.ends_token(place + i)) {
+          store_columns(warp_ + ids.token_at(place + i) * warps_, active, set);
+          set = {};
+        }
+      }
+    }
+  }
+  __device__ void scan(const RankSet<kWords>& active, int32_t first) {
+    scan<kWords == 1 ? 8 : 1>(active, first, [] {});
   }
 
   // Numbers the rows of the step. All warps; CTA barriers before and after.
   __device__ void count_rows() {
-    for (int32_t rank = warp_; rank < ranks_; rank += warps_) {
-      int32_t used = 0;
-      for (int32_t begin = 0; begin < groups_; begin += kWarpSize) {
-        const int32_t group = begin + lane_id();
-        const int32_t entry = rank * shape_.stride + group;
-        const int32_t rows = group < groups_ ? __popc(columns_[entry]) : 0;
-        int32_t sum = rows;
+    const int32_t groups = (groups_ + kWarpSize - 1) / kWarpSize;  // of a lane, one after the other
+    for (int32_t first_rank = 0; first_rank < ranks_; first_rank += warps_) {
+      const int32_t rank = first_rank + warp_;
+      const int32_t all = rank < ranks_ ? groups_ : 0;
+      const int32_t begin = rank * shape_.stride + min(lane_id() * groups, all);
+      const int32_t end = rank * shape_.stride + min((lane_id() + 1) * groups, all);
+      int32_t rows = 0;
+      for (int32_t entry = begin; entry < end; ++entry) rows += __popc(columns_[entry]);
+      int32_t sum = rows;
 #pragma unroll
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-          const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
-          if (lane_id() >= distance) sum += other;
-        }
-        if (group < groups_) before_group_[entry] = static_cast<uint16_t>(used + sum - rows);
-        used += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+        if (lane_id() >= distance) sum += other;
       }
-      if (lane_id() == 0) {
+      int32_t before = sum - rows;
+      for (int32_t entry = begin; entry < end; ++entry) {
+        before_group_[entry] = static_cast<uint16_t>(before);
+        before += __popc(columns_[entry]);
+      }
+      const int32_t used = __shfl_sync(kAllLanes, sum, kWarpSize - 1);
+      if (lane_id() == 0 && rank < ranks_) {
         before_step_[rank] += in_step_[rank];
         in_step_[rank] = used;
       }
@@ -135,52 +174,38 @@ class RouteTable {
   __device__ int32_t total(int32_t rank) const { return before_step_[rank] + in_step_[rank]; }
 
  private:
-  // Adds the owners of the picks of tokens `token`, `token` + one group a warp, and so on.
-  template <int kBatch>
-  __device__ void read_destinations(int32_t token, RankSet<kWords> (&sets)[kBatch]) const {
-    const int32_t left = p_.num_tokens - token;
-    const int32_t apart = warps_ * kGroupTokens;
-    if (p_.ids_are_vectors) {
-      const int32_t vectors = p_.workspace.top_k / 4;
-      const int4* ids =
-          static_cast<const int4*>(p_.topk_ids) + static_cast<int64_t>(token) * vectors;
-#pragma unroll 2
-      for (int32_t v = 0; v < vectors; ++v) {
-        int4 four[kBatch];
+  // For ids of which only single ones can be loaded.
+  __device__ void scan_singly(const RankSet<kWords>& active) {
+    constexpr int kInFlight = 8;
+    for (int32_t begin = 0; begin < groups_; begin += warps_) {
+      const int32_t group = begin + warp_;
+      const int32_t token = first_ + group * kGroupTokens + lane_id();
+      RankSet<kWords> set{};
+#pragma unroll 1
+      for (int32_t k = 0; k < p_.workspace.top_k; k += kInFlight) {
+        int64_t ids[kInFlight];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          four[b] = b * apart < left ? ids[static_cast<int64_t>(b * apart) * vectors + v]
-                                     : make_int4(-1, -1, -1, -1);
+        for (int i = 0; i < kInFlight; ++i) {
+          const bool exists =
+              token < p_.num_tokens && group < groups_ && k + i < p_.workspace.top_k;
+          ids[i] = exists ? expert_id(p_, token, k + i) : -1;
         }
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          add_owner(p_, four[b].x, sets[b]);
-          add_owner(p_, four[b].y, sets[b]);
-          add_owner(p_, four[b].z, sets[b]);
-          add_owner(p_, four[b].w, sets[b]);
+        for (int i = 0; i < kInFlight; ++i) {
+          if (p_.partition.contains(ids[i])) add_owner(p_, static_cast<int32_t>(ids[i]), set);
         }
       }
-    } else {
-      for (int32_t k = 0; k < p_.workspace.top_k; ++k) {
-        int64_t id[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          id[b] = b * apart < left ? expert_id(p_, token + b * apart, k) : -1;
-        }
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) add_owner(p_, id[b], sets[b]);
-      }
+      store_columns(group, active, set);
     }
   }
 
   __device__ void store_columns(int32_t group, const RankSet<kWords>& active,
                                 const RankSet<kWords>& set) {
-    if (group >= groups_) return;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       const uint32_t column = transposed(set.words[w] & active.words[w]);
       const int32_t rank = w * kWarpSize + lane_id();
-      if (rank < ranks_) columns_[rank * shape_.stride + group] = column;
+      if (rank < ranks_ && group < groups_) columns_[rank * shape_.stride + group] = column;
     }
   }
 

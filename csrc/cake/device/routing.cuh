@@ -12,7 +12,7 @@ namespace moe_ep::cake {
 inline constexpr int kWarpSize = 32;
 inline constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
-__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % kWarpSize); }
 __device__ inline uint32_t bits_below(int bit) { return (1u << bit) - 1; }  // bit < 32
 
 template <int kWords>
@@ -25,9 +25,10 @@ struct RankSet {
     for (int w = 0; w < kWords; ++w) found |= w == rank / 32 && ((words[w] >> (rank % 32)) & 1);
     return found;
   }
-  __device__ void insert(int32_t rank) {
+  __device__ void insert_if(bool condition, int32_t rank) {
+    const uint32_t bit = (condition ? 1u : 0u) << (rank % 32);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] |= w == rank / 32 ? 1u << (rank % 32) : 0;
+    for (int w = 0; w < kWords; ++w) words[w] |= kWords == 1 || w == rank / 32 ? bit : 0;
   }
 };
 
@@ -75,31 +76,9 @@ __device__ inline int32_t id_to_send(const DispatchKernelParams& p, int64_t expe
 }
 
 template <int kWords>
-__device__ void add_owner(const DispatchKernelParams& p, int64_t expert, RankSet<kWords>& set) {
-  if (p.partition.contains(expert)) set.insert(p.partition.owner_of(static_cast<int32_t>(expert)));
-}
-
-// The active ranks that own one of the token's experts.
-template <int kWords>
-__device__ RankSet<kWords> destinations_of(const DispatchKernelParams& p, int32_t token,
-                                           const RankSet<kWords>& active) {
-  RankSet<kWords> set{};
-  if (p.ids_are_vectors) {  // four at a time
-    const auto* ids = reinterpret_cast<const int4*>(
-        static_cast<const int32_t*>(p.topk_ids) + static_cast<int64_t>(token) * p.workspace.top_k);
-    for (int32_t i = 0; i < p.workspace.top_k / 4; ++i) {
-      const int4 four = ids[i];
-      add_owner(p, four.x, set);
-      add_owner(p, four.y, set);
-      add_owner(p, four.z, set);
-      add_owner(p, four.w, set);
-    }
-  } else {
-    for (int32_t k = 0; k < p.workspace.top_k; ++k) add_owner(p, expert_id(p, token, k), set);
-  }
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) set.words[w] &= active.words[w];
-  return set;
+__device__ void add_owner(const DispatchKernelParams& p, int32_t expert, RankSet<kWords>& set) {
+  const bool exists = p.partition.contains(expert);
+  set.insert_if(exists, p.partition.owner_of(exists ? expert : 0));  // no branch
 }
 
 // Tells the host about an id that is neither an expert nor padding. Each such slot is reported by

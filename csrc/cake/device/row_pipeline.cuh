@@ -30,6 +30,12 @@ struct PipelineShape {
   }
 };
 
+// Out of line, since it has more loads in flight than its callers have registers to spare.
+__device__ __noinline__ inline void copy_with_lanes(uint8_t* to, const uint8_t* from,
+                                                    uint32_t bytes, uint64_t alignment) {
+  copy_by_lanes(to, from, bytes, alignment);
+}
+
 // kAllInBulk: all payloads are aligned, so that the copy engine reads all rows.
 template <bool kAllInBulk>
 class RowPipeline {
@@ -49,6 +55,7 @@ class RowPipeline {
         min(static_cast<uint32_t>(shape.warps), (num_items_ + ctas - 1) / ctas);
     works_ = static_cast<uint32_t>(warp) < workers;
     more_ = num_items_ > ctas * workers;
+    spare_ = shape.stages - 1;
     if (!works_) return;
     at_once_ = min(max(num_items_ / (ctas * workers), 1u), static_cast<uint32_t>(shape.stages));
     if (lane_id() < shape.stages) arrived_[lane_id()].init();
@@ -58,25 +65,30 @@ class RowPipeline {
 
   // Asks for the first items; their numbers are on the way while the caller does something else.
   __device__ void reserve() {
-    if (works_ && lane_id() == 0) next_ = atomicAdd(counter(), at_once_);
+    if (works_ && lane_id() == 0) next_ = take_items(counter(), at_once_);
   }
 
-  // Starts the loads of all stages.
+  // Starts the first loads. Then asks for one item more, if there may be one: nobody waits for an
+  // atomic behind a burst of rows.
   __device__ void fill() {
     if (!works_) return;
     const uint32_t first = __shfl_sync(kAllLanes, next_, 0);
-    uint32_t item = first + lane_id();  // lane s: of stage s; behind them what comes next
-    if (lane_id() >= static_cast<int>(at_once_)) {
-      item = kNoItem;
-      if (more_ && first < num_items_ && lane_id() <= shape_.stages) {
-        item = atomicAdd(counter(), 1u);
-      }
-    }
 #pragma unroll 1
-    for (int32_t stage = 0; stage < shape_.stages; ++stage) {
-      load(stage, __shfl_sync(kAllLanes, item, stage));
+    for (uint32_t i = 0; i < at_once_; ++i) load_into_free(first + i);
+    if (lane_id() == 0) {
+      next_ = more_ && first < num_items_ ? take_items(counter(), 1) : kNoItem;
     }
-    next_ = __shfl_sync(kAllLanes, item, shape_.stages);
+  }
+
+  // Loads what was asked for last, if a stage is free. Some time after `fill`.
+  __device__ void top_up() {
+    if (works_ && spare_ >= 0) load_next();
+  }
+
+  // Returns when nothing is on its way to shared memory. Instead of sending, of a round that failed
+  // after `fill`.
+  __device__ void drain() {
+    if (works_ && item_ != kNoItem) arrived_[lane_id()].wait(0);
   }
 
   // The item at hand, or kNoItem. The same in all lanes.
@@ -107,17 +119,12 @@ class RowPipeline {
 
   __device__ void end_sends() { bulk_commit(); }
 
-  // Goes on to the next item. The stage that was sent one item ago is filled again: of the last
-  // item the stores may still be reading.
+  // Goes on to the next item, and fills the stage that was sent one item ago: of the last item the
+  // stores may still be reading.
   __device__ void advance() {
     bulk_wait_read<1>();
     __syncwarp();
-    if (previous_ >= 0) {
-      const uint32_t item = __shfl_sync(kAllLanes, next_, 0);
-      load(previous_, item);
-      if (lane_id() == 0 && item < num_items_) next_ = atomicAdd(counter(), 1u);
-    }
-    previous_ = stage_;
+    if (++spare_ > 0) load_next();
     if (++stage_ == shape_.stages) {
       stage_ = 0;
       parity_ ^= 1;
@@ -155,6 +162,20 @@ class RowPipeline {
     return kAllInBulk || p_.payload_is_aligned[payload];
   }
 
+  // The number was asked for one item ago, and the one after it is asked for now.
+  __device__ void load_next() {
+    const uint32_t item = __shfl_sync(kAllLanes, next_, 0);
+    load_into_free(item);
+    if (lane_id() == 0 && item < num_items_) next_ = take_items(counter(), 1);
+  }
+
+  // Stages are filled in the order in which they are sent.
+  __device__ void load_into_free(uint32_t item) {
+    load(to_fill_, item);
+    --spare_;
+    if (++to_fill_ == shape_.stages) to_fill_ = 0;
+  }
+
   __device__ void load(int32_t stage, uint32_t item) {
     const bool exists = item < num_items_;
     if (lane_id() == stage) item_ = exists ? item : kNoItem;
@@ -190,8 +211,8 @@ class RowPipeline {
     const uint64_t end = min(piece.in_row + piece.bytes, row_bytes);
     const uint64_t alignment =
         reinterpret_cast<uint64_t>(rows.data) | static_cast<uint64_t>(rows.stride) | row_bytes;
-    copy_by_lanes(to, rows.data + token * rows.stride + piece.in_row,
-                  static_cast<uint32_t>(end - piece.in_row), alignment);
+    copy_with_lanes(to, rows.data + token * rows.stride + piece.in_row,
+                    static_cast<uint32_t>(end - piece.in_row), alignment);
   }
 
   __device__ uint8_t* stage_memory(int32_t stage) const {
@@ -212,8 +233,9 @@ class RowPipeline {
   uint32_t item_ = kNoItem;  // lane s: of stage s
   uint32_t next_ = kNoItem;  // lane 0: taken from the counter, not loaded
   int32_t stage_ = 0;        // of the item at hand
-  int32_t previous_ = -1;
   uint32_t parity_ = 0;
+  int32_t to_fill_ = 0;  // the stage that is filled next
+  int32_t spare_;        // stages without an item to come, less the one that was sent last
 };
 
 }  // namespace moe_ep::cake

@@ -12,14 +12,12 @@
 
 namespace moe_ep::cake {
 
-// The NaN that conversions to 16 bits give.
-inline constexpr uint16_t kConvertedNan = 0x7FFF;
-
-// Replaces it in both halves of a word.
+// Conversions to 16 bits give 0x7FFF for any NaN. No other value is greater as a signed number, and
+// ours is greater than infinity: so the lesser of the two is right, in both halves of a word.
 template <uint16_t kNan>
 __device__ uint32_t with_canonical_nans(uint32_t pair) {
-  constexpr uint32_t kBoth = 0x00010001u;
-  return pair ^ (__vcmpeq2(pair, kConvertedNan * kBoth) & ((kConvertedNan ^ kNan) * kBoth));
+  static_assert(kNan == kBFloat16Nan || kNan == kFloat16Nan);
+  return __vmins2(pair, kNan * 0x00010001u);
 }
 
 // The words of a chunk, for loops that are unrolled.

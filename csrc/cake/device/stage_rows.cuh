@@ -35,10 +35,9 @@ __device__ void fill_stage_table(const CombineKernelParams& p, const StagePlan& 
       const int32_t source = first + lane;
       const int64_t rows = source < p.workspace.ep_size ? num_rows(source) : -1;
       const uint64_t chunks = static_cast<uint64_t>(max(rows, int64_t{0}) * plan.chunks_per_row);
-      uint32_t items = rows < 0 ? 0
-                       : chunks == 0
-                           ? 1
-                           : static_cast<uint32_t>((chunks - 1) / plan.chunks_per_item) + 1;
+      uint32_t items = rows < 0      ? 0
+                       : chunks == 0 ? 1
+                                     : static_cast<uint32_t>((chunks - 1) >> plan.item_shift) + 1;
 #pragma unroll
       for (int distance = 1; distance < kWarpSize; distance *= 2) {
         const uint32_t below = __shfl_up_sync(kAllLanes, items, distance);
@@ -121,7 +120,10 @@ __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, 
                            Publish publish, StageTable& table) {
   const DeviceSegment own = own_segment(p.workspace);
   const int lane = lane_id();
-  const auto take = [&] { return lane == 0 ? atomicAdd(&own.state()->stage_items, 1u) : 0u; };
+  // As in ItemFeed: an addition would be awaited at once.
+  const auto take = [&] {
+    return lane == 0 ? atomicInc(&own.state()->stage_items, 0xFFFFFFFEu) : 0u;
+  };
   uint32_t taken = take();  // in flight while the table is made
   fill_stage_table(p, plan, num_rows, table);
   const uint32_t total = table.first_item[p.workspace.ep_size];
@@ -133,10 +135,10 @@ __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, 
     if (early) taken = take();
     const int32_t source = source_of_item(p, table, item);
     const uint32_t first_item = table.first_item[source];
-    const uint64_t first = static_cast<uint64_t>(item - first_item) * plan.chunks_per_item;
+    const uint64_t first = static_cast<uint64_t>(item - first_item) << plan.item_shift;
     const uint64_t chunks =
         static_cast<uint64_t>(max(num_rows(source), int64_t{0}) * plan.chunks_per_row);
-    const auto count = static_cast<uint32_t>(min(chunks - first, uint64_t{plan.chunks_per_item}));
+    const auto count = static_cast<uint32_t>(min(chunks - first, uint64_t{1} << plan.item_shift));
     if (p.expert_output_is_aligned) {
       copy_chunks<true>(p, plan, source, first, count);
     } else {

@@ -1,0 +1,137 @@
+// Where the tokens of a small step go, for all warps of a CTA.
+//
+// The warps share the work and meet at a barrier: if each worked out all routes for itself, a
+// multiprocessor would issue the same few hundred instructions 16 times over.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/cuda_params.h"
+#include "cake/device/route_table.cuh"
+#include "cake/device/routing.cuh"
+
+namespace moe_ep::cake {
+
+inline constexpr int32_t kDirectGroups = 4;
+
+// Some ids of a token as they came: not looked at before everything else is on its way, too.
+template <typename Id>
+struct SomeIds {
+  static constexpr int32_t kIds = 4;
+  Id values[kIds];
+
+  // Behind the last id the last one comes again: the ranks of a token are a set.
+  __device__ static SomeIds load(const DispatchKernelParams& p, int32_t token, int32_t first) {
+    SomeIds ids;
+    const Id* const from =
+        static_cast<const Id*>(p.topk_ids) + static_cast<int64_t>(token) * p.workspace.top_k;
+#pragma unroll
+    for (int32_t i = 0; i < kIds; ++i) ids.values[i] = from[min(first + i, p.workspace.top_k - 1)];
+    return ids;
+  }
+};
+
+// Lane r of whoever asks stands for rank r: up to 32 ranks. Lives in shared memory.
+class DirectRoutes {
+ public:
+  static constexpr int32_t kMaxTokens = kDirectGroups * kGroupTokens;
+
+  // By all threads, of which there are at least kMaxTokens; a barrier before `add`.
+  __device__ void clear() {
+    if (threadIdx.x < kMaxTokens) columns_[threadIdx.x / kWarpSize][lane_id()] = 0;
+  }
+
+  // For one warp: some ids of token 32 * group + lane, or of any if there are not so many.
+  template <typename Id>
+  __device__ void add(const DispatchKernelParams& p, const RankSet<1>& active, int32_t group,
+                      const SomeIds<Id>& ids) {
+    uint32_t ranks = 0;
+#pragma unroll
+    for (int32_t i = 0; i < SomeIds<Id>::kIds; ++i) {
+      const bool is_expert = p.partition.contains(ids.values[i]);
+      const int32_t owner =
+          p.partition.owner_of(is_expert ? static_cast<int32_t>(ids.values[i]) : 0);
+      ranks |= is_expert ? 1u << owner : 0;
+    }
+    ranks &= group * kGroupTokens + lane_id() < p.num_tokens ? active.words[0] : 0;
+    constexpr int32_t kBatch = 8;  // ballots that fly together
+    uint32_t column = 0;
+#pragma unroll 1
+    for (int32_t first = 0; first < p.workspace.ep_size; first += kBatch) {
+#pragma unroll
+      for (int32_t i = 0; i < kBatch; ++i) {
+        const uint32_t tokens = __ballot_sync(kAllLanes, (ranks >> (first + i)) & 1);
+        if (lane_id() == first + i) column = tokens;
+      }
+    }
+    if (column != 0) atomicOr(&columns_[group][lane_id()], column);
+  }
+
+  // At this lane's rank; behind a barrier.
+  __device__ Place place(const DispatchKernelParams& p, int32_t token) const {
+    const int32_t group = token / kGroupTokens;
+    const int32_t bit = token - group * kGroupTokens;
+    uint32_t columns[kDirectGroups];  // all loads fly together
+#pragma unroll
+    for (int32_t g = 0; g < kDirectGroups; ++g) columns[g] = columns_[g][lane_id()];
+    uint32_t column = 0;
+    int32_t before = 0;
+#pragma unroll
+    for (int32_t g = 0; g < kDirectGroups; ++g) {
+      before += g < group ? __popc(columns[g]) : 0;
+      column = g == group ? columns[g] : column;
+    }
+    before += __popc(column & bits_below(bit));
+    if ((column >> bit) & 1) return {true, before};
+    return {false, p.num_tokens - 1 - (token - before)};
+  }
+
+  // Rows for this lane's rank; behind a barrier.
+  __device__ int32_t total() const {
+    int32_t rows = 0;
+#pragma unroll
+    for (int32_t g = 0; g < kDirectGroups; ++g) rows += __popc(columns_[g][lane_id()]);
+    return rows;
+  }
+
+ private:
+  // Of a group of 32 tokens and a rank: bit i tells whether the group's token i goes there.
+  uint32_t columns_[kDirectGroups][kWarpSize];
+};
+
+// The ids that a warp of a CTA adds to the routes. They are loaded when this is made.
+template <typename Id>
+class IdShare {
+ public:
+  // group_bits: there are at most 2 to that groups.
+  __device__ IdShare(const DispatchKernelParams& p, int32_t group_bits, int32_t warp_in_cta)
+      : p_(p), group_bits_(group_bits), unit_(warp_in_cta) {
+    load();
+  }
+
+  __device__ void add_to(DirectRoutes& routes, const RankSet<1>& active, int32_t warps_in_cta) {
+#pragma unroll 1
+    while (first_id() < p_.workspace.top_k) {
+      if (has_tokens()) routes.add(p_, active, group(), ids_);
+      unit_ += warps_in_cta;
+      load();
+    }
+  }
+
+ private:
+  __device__ int32_t group() const { return unit_ & ((1 << group_bits_) - 1); }
+  __device__ int32_t first_id() const { return (unit_ >> group_bits_) * SomeIds<Id>::kIds; }
+  __device__ bool has_tokens() const { return group() * kGroupTokens < p_.num_tokens; }
+  __device__ void load() {
+    if (first_id() >= p_.workspace.top_k || !has_tokens()) return;
+    const int32_t token = min(group() * kGroupTokens + lane_id(), p_.num_tokens - 1);
+    ids_ = SomeIds<Id>::load(p_, token, first_id());
+  }
+
+  const DispatchKernelParams& p_;
+  int32_t group_bits_;
+  int32_t unit_;  // the groups with their first ids, then with their next, and so on
+  SomeIds<Id> ids_{};
+};
+
+}  // namespace moe_ep::cake

@@ -1,0 +1,79 @@
+#include "cake/dispatch_direct.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cake/copy_outputs.h"
+#include "cake/cuda_launch.h"
+#include "cake/dispatch_direct.cuh"
+#include "cake/paths.h"
+
+namespace moe_ep::cake {
+namespace {
+
+static_assert(kMaxDirectDispatchTokens <= DirectRoutes::kMaxTokens);
+static_assert(kMaxDirectDispatchRanks <= kWarpSize);
+
+// A CTA costs a release and an arrival at each peer. Larger ones where the multiprocessors would
+// otherwise have more than a piece a warp (to be measured: larger ones, or two a multiprocessor,
+// in any case).
+constexpr int kThreads = 512;
+static_assert(kThreads >= DirectRoutes::kMaxTokens);
+static_assert(kThreads >= kMaxDirectDispatchRanks, "a thread signals to a rank");
+
+DirectDispatchParams in_pieces(const DispatchKernelParams& p) {
+  int32_t row_chunks[kMaxPayloads] = {};
+  int32_t pieces_end[kMaxPayloads];
+  int32_t pieces = 0;
+  for (int32_t i = 0; i < kMaxPayloads; ++i) {
+    if (i < p.num_payloads) row_chunks[i] = p.chunks_end[i] - (i == 0 ? 0 : p.chunks_end[i - 1]);
+    pieces += row_chunks[i] / kPieceChunks + (row_chunks[i] % kPieceChunks != 0);
+    pieces_end[i] = pieces;
+  }
+  DirectDispatchParams params{
+      .dispatch = p,
+      .row_chunks = {},
+      .pieces_end = {},
+      .pieces = pieces,
+      .by_pieces = FastDivider(std::max(pieces, 1)),
+      .group_bits = 0,
+  };
+  std::copy_n(row_chunks, kMaxPayloads, params.row_chunks);
+  std::copy_n(pieces_end, kMaxPayloads, params.pieces_end);
+  while ((kGroupTokens << params.group_bits) < p.tokens_per_rank) ++params.group_bits;
+  return params;
+}
+
+}  // namespace
+
+cudaError_t launch_dispatch_direct(const DispatchKernelParams& p, const CudaContext& context) {
+  // Not reached: see dispatch_path.
+  if (p.workspace.ep_size > kWarpSize || p.tokens_per_rank > DirectRoutes::kMaxTokens) {
+    return cudaErrorInvalidValue;
+  }
+  const DirectDispatchParams params = in_pieces(p);
+  // By tokens_per_rank and not by num_tokens: grids are sized by what the ranks share. A token's
+  // picks are one task more.
+  const int64_t tasks = p.tokens_per_rank * (int64_t{params.pieces} + 1);
+  // No machine has room for such rows.
+  if (tasks > INT32_MAX / 2) return cudaErrorInvalidValue;
+
+  int multiprocessors = 0;
+  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  if (error != cudaSuccess) return error;
+  const bool fits = tasks <= static_cast<int64_t>(multiprocessors) * (kThreads / kWarpSize);
+  const int threads = fits ? kThreads : kMaxDirectDispatchThreads;
+  const int64_t warps = threads / kWarpSize;
+  const LaunchShape shape{
+      .ctas = static_cast<int>(
+          std::clamp<int64_t>((tasks + warps - 1) / warps, 1, std::min(multiprocessors, 65535))),
+      .threads = threads,
+      .shared_bytes = 0,
+  };
+  auto* const kernel =
+      p.ids_are_int64 ? &dispatch_direct_kernel<int64_t> : &dispatch_direct_kernel<int32_t>;
+  const cudaError_t launched = launch(kernel, shape, context, params);
+  return launched != cudaSuccess ? launched : launch_copy_outputs(p, context);
+}
+
+}  // namespace moe_ep::cake
