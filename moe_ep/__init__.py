@@ -8,6 +8,7 @@ from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
 from moe_ep.config import CommunicationConfig
 from moe_ep.errors import (
     MoEEpConfigError,
+    MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
     MoEEpPlatformError,
@@ -35,6 +36,7 @@ __all__ = [
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpConfigError",
+    "MoEEpDisagreementError",
     "MoEEpDispatchResult",
     "MoEEpError",
     "MoEEpInputError",

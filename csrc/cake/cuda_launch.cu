@@ -42,7 +42,6 @@ DeviceWorkspace device_workspace(const WorkspaceView& view, int32_t timeout_sec,
   w.layout = WorkspaceLayout::of(g);
   w.dispatch_slot_bytes = PacketSlots::of_dispatch(g);
   w.stats_slot_bytes = PacketSlots::of_stats(g);
-  w.combine_slot_bytes = PacketSlots::of_combine(g);
   w.page = context.page;
   w.timeout_ns = static_cast<uint64_t>(timeout_sec) * 1'000'000'000u;
   w.timeout_sec = timeout_sec;

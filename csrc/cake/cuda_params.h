@@ -24,7 +24,6 @@ struct DeviceWorkspace {
   WorkspaceLayout layout;
   uint64_t dispatch_slot_bytes;  // of PacketSlots
   uint64_t stats_slot_bytes;
-  uint64_t combine_slot_bytes;
   StatusPage* page;  // pinned host memory
   uint64_t timeout_ns;
   int32_t timeout_sec;

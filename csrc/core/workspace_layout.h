@@ -148,9 +148,6 @@ struct PacketSlots {
     return bytes(max_payload_pitch(g) / kRowAlignment +
                  2 * chunks_of_words(static_cast<uint64_t>(g.top_k)));
   }
-  MOE_EP_HOST_DEVICE static constexpr uint64_t of_combine(const Geometry& g) {
-    return bytes(row_pitch(g.combine_bytes_per_token) / kRowAlignment);
-  }
   MOE_EP_HOST_DEVICE static constexpr uint64_t of_stats(const Geometry& g) {
     return bytes(chunks_of_words(static_cast<uint64_t>(g.eplb_stats_num_experts)));
   }
@@ -180,7 +177,6 @@ struct WorkspaceLayout {
   // rank r.
   Region dispatch_packets;
   Region stats_packets;  // [ep_size] slots
-  Region combine_packets;
   uint64_t segment_bytes = 0;
 
   // What `initialize` zeroes begins at 0 and ends here; behind it only the packets need zeros.
@@ -214,7 +210,6 @@ struct WorkspaceLayout {
     const auto slots = ranks * static_cast<uint64_t>(g.low_latency_tokens);
     w.dispatch_packets = builder.take(slots * PacketSlots::of_dispatch(g));
     w.stats_packets = builder.take(g.low_latency_tokens > 0 ? ranks * PacketSlots::of_stats(g) : 0);
-    w.combine_packets = builder.take(slots * PacketSlots::of_combine(g));
     w.segment_bytes = builder.total();
     return w;
   }

@@ -219,7 +219,8 @@ def _sum_by_token(partials: Tensor, routing: Routing, num_tokens: int) -> Tensor
     rows_by_owner = torch.split(partials, routing.send_counts)
     # One owner after the other fixes the order of the additions; a token is at most once in each.
     for tokens, rows in zip(tokens_by_owner, rows_by_owner, strict=True):
-        total.index_add_(0, tokens, rows.float())
+        # Not index_add_: the additions of atomics on CUDA lose subnormal numbers.
+        total.index_copy_(0, tokens, total.index_select(0, tokens) + rows.float())
     inf = float("inf")
     # Makes every NaN the canonical one, whatever its sign and payload; infinities stay.
     return total.to(partials.dtype).nan_to_num_(nan=float("nan"), posinf=inf, neginf=-inf)

@@ -52,9 +52,6 @@ class DeviceSegment {
   __device__ uint8_t* dispatch_packets(int32_t from, int32_t row) const {
     return packets(w_.layout.dispatch_packets, from, row, w_.dispatch_slot_bytes);
   }
-  __device__ uint8_t* combine_packets(int32_t from, int32_t row) const {
-    return packets(w_.layout.combine_packets, from, row, w_.combine_slot_bytes);
-  }
   __device__ uint8_t* stats_packets(int32_t from) const {
     return base_ + w_.layout.stats_packets.offset +
            static_cast<uint64_t>(from) * w_.stats_slot_bytes;
