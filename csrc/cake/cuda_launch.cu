@@ -62,10 +62,9 @@ uint32_t signature_of(const DispatchParams& p) {
 
 DispatchKernelParams kernel_params(const DispatchParams& p, const CudaContext& context) {
   const Geometry& g = p.workspace.geometry;
-  DispatchKernelParams k{
-      .workspace = device_workspace(p.workspace, p.timeout_sec, context),
-      .partition = ExpertPartition(g.num_experts, g.ep_size),
-  };
+  DispatchKernelParams k{};
+  k.workspace = device_workspace(p.workspace, p.timeout_sec, context);
+  k.partition = ExpertPartition(g.num_experts, g.ep_size);
   k.active = {p.active, context.active_on_device};
   k.signature = signature_of(p);
   k.num_tokens = p.num_tokens;

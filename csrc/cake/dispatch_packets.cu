@@ -39,7 +39,7 @@ cudaError_t launch_dispatch_packets(const DispatchKernelParams& p, const CudaCon
     params.dispatch.topk_ids = w.base + w.ep_rank * w.rank_stride + w.layout.topk_ids.offset;
   }
   const int64_t tasks = tasks_of(params);
-  // Not reached: the path is for few tokens, and the workspace of such records has no room.
+  // Not reached: the path is for few tokens, and a workspace for such records has no limit so high.
   if (p.tokens_per_rank > kMaxPacketTokens || tasks > INT32_MAX / 2) return cudaErrorInvalidValue;
 
   int multiprocessors = 0;

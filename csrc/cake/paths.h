@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/geometry.h"
+#include "core/limits.h"
 
 namespace moe_ep::cake {
 
@@ -16,10 +17,9 @@ namespace moe_ep::cake {
 // them by 22 to 32 % up to 32 tokens at EP2 and EP4, by 10 % for 8 tokens at EP8; 16 tokens at EP8
 // are 12 % faster in place.
 constexpr int32_t low_latency_tokens(int32_t ep_size, int32_t top_k, int32_t max_tokens_per_rank) {
-  constexpr int32_t kMaxTokens = 32;  // lane t of a warp stands for token t
-  constexpr int32_t kMaxRows = 64;    // of a source with many destinations
+  constexpr int32_t kMaxRows = 64;  // of a source with many destinations
   const int32_t destinations = std::min(ep_size, top_k);
-  const int32_t tokens = destinations <= 4 ? kMaxTokens : kMaxRows / destinations;
+  const int32_t tokens = destinations <= 4 ? kMaxPacketTokens : kMaxRows / destinations;
   return std::min(max_tokens_per_rank, tokens);
 }
 
@@ -34,7 +34,9 @@ inline constexpr int32_t kMaxDirectDispatchRanks = 32;  // lane r of a warp stan
 // rows_are_aligned: those of all payloads, to kRowAlignment.
 constexpr DispatchPath dispatch_path(const Geometry& g, int32_t tokens_per_rank,
                                      bool rows_are_aligned) {
-  if (tokens_per_rank <= g.low_latency_tokens) return DispatchPath::kPackets;
+  // Without a token either way would do, but only one has packets to put statistics in.
+  if (g.low_latency_tokens > 0 && tokens_per_rank <= g.low_latency_tokens)
+    return DispatchPath::kPackets;
   const bool is_direct = tokens_per_rank <= kMaxDirectDispatchTokens &&
                          g.ep_size <= kMaxDirectDispatchRanks && rows_are_aligned;
   return is_direct ? DispatchPath::kDirectRows : DispatchPath::kBulkRows;

@@ -16,6 +16,7 @@ struct ExpertRange {
 
 class ExpertPartition {
  public:
+  MOE_EP_HOST_DEVICE constexpr ExpertPartition() : ExpertPartition(1, 1) {}
   MOE_EP_HOST_DEVICE constexpr ExpertPartition(int32_t num_experts, int32_t ep_size)
       : num_experts_(num_experts),
         small_(num_experts / ep_size),

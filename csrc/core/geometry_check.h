@@ -2,6 +2,7 @@
 // anything.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -38,8 +39,8 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
       require_in_range("combine_bytes_per_token", combine_bytes_per_token, 1, kMaxSegmentBytes);
   g.eplb_stats_num_experts =
       in_range("eplb_stats_num_experts", eplb_stats_num_experts, 0, g.num_experts);
-  g.low_latency_tokens =
-      in_range("low_latency_tokens", low_latency_tokens, 0, g.max_tokens_per_rank);
+  g.low_latency_tokens = in_range("low_latency_tokens", low_latency_tokens, 0,
+                                  std::min(g.max_tokens_per_rank, kMaxPacketTokens));
   // Divided, not multiplied: the products of the layout are known to fit 64 bits only after this.
   const int64_t bytes_per_row = g.dispatch_bytes_per_token + g.combine_bytes_per_token +
                                 g.top_k * static_cast<int64_t>(sizeof(int32_t) + sizeof(float));

@@ -11,6 +11,8 @@ inline constexpr int32_t kMaxPayloads = 4;        // row tensors one dispatch ca
 inline constexpr int32_t kMaxTimeoutSec = 86400;  // a day
 // What one dispatch adds to each peer's arrival word, shared out among its CTAs: no grid has more.
 inline constexpr uint32_t kArrivalsPerRound = 65536;
+// Tokens of a rank that can travel as packets: lane t of a warp stands for token t.
+inline constexpr int32_t kMaxPacketTokens = 32;
 // Of one rank. Far above any machine, far below where sums of offsets leave 64 bits.
 inline constexpr int64_t kMaxSegmentBytes = int64_t{1} << 46;
 

@@ -90,6 +90,7 @@ struct DeviceState {
   alignas(kRegionAlignment) uint32_t dispatch_items;
   alignas(kRegionAlignment) uint32_t combine_items;
   alignas(kRegionAlignment) uint32_t stage_items;
+  alignas(kRegionAlignment) uint32_t staged_items;  // those that are done
 };
 
 struct Region {
@@ -164,11 +165,10 @@ struct WorkspaceLayout {
   // [ep_size] uint32, kFlagAlignment apart. Each dispatch of rank s adds kArrivalsPerRound to word
   // s, every CTA its part once its rows are in place: the word is that many times the epoch.
   Region dispatch_arrivals;
-  Region staged_items;  // [ep_size] uint32, parts of block s that combine has staged; private
-  Region recv_counts;   // [ep_size] int32, rows from each source; private
-  Region send_slots;    // [max_tokens_per_rank, max_destinations] SendSlot; private
-  Region eplb_stats;    // [ep_size, eplb_stats_num_experts] int32; row s is written by rank s
-  Region topk_ids;  // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
+  Region recv_counts;  // [ep_size] int32, rows from each source; private
+  Region send_slots;   // [max_tokens_per_rank, max_destinations] SendSlot; private
+  Region eplb_stats;   // [ep_size, eplb_stats_num_experts] int32; row s is written by rank s
+  Region topk_ids;     // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
   Region topk_weights;  // the same in float32
   Region payloads;      // received rows, see PayloadPlacement; block s is written by rank s
   // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers
@@ -196,7 +196,6 @@ struct WorkspaceLayout {
     w.combine_flags = builder.take(ranks * kFlagAlignment);
     w.device_state = builder.take(sizeof(DeviceState));
     w.dispatch_arrivals = builder.take(ranks * kFlagAlignment);
-    w.staged_items = builder.take(ranks * sizeof(uint32_t));
     w.recv_counts = builder.take(ranks * sizeof(int32_t));
     w.send_slots = builder.take(static_cast<uint64_t>(g.max_tokens_per_rank) *
                                 static_cast<uint64_t>(g.max_destinations()) * sizeof(SendSlot));

@@ -40,7 +40,10 @@ void DeviceWorkspaces::add(const cake::WorkspaceView& workspace, const CudaCall&
   const uint64_t fingerprint = workspace.geometry.fingerprint();
   if (DeviceWorkspaceState* old = lookup(workspace)) {
     check_cuda(old->wait(call), "waiting for the device");
-    *old = {fingerprint, call.device(), old->page, old->round_has_run};
+    old->fingerprint = fingerprint;
+    old->device = call.device();
+    old->timeout_was_raised = false;
+    // What it knows of streams stays: a graph that was captured before may run at any time.
     std::memset(old->page, 0, sizeof *old->page);
     return;
   }
@@ -76,8 +79,12 @@ DeviceWorkspaceState& DeviceWorkspaces::find(const cake::WorkspaceView& workspac
 void DeviceWorkspaces::forget(const cake::WorkspaceView& workspace, const CudaCall& call) {
   const Entry entry = take(workspace);
   if (entry == nullptr) return;
-  // An error here is one of the device, and whatever uses it next hears of it.
-  if (entry->wait(call) != cudaSuccess) cudaGetLastError();
+  // An error here is one of the device, and whatever uses it next hears of it. A kernel may then
+  // still write to the page: it is not used again.
+  if (entry->wait(call) != cudaSuccess) {
+    cudaGetLastError();
+    return;
+  }
   const std::lock_guard lock(mutex_);
   free_pages_.push_back(entry->page);
 }

@@ -23,6 +23,7 @@ void set_routing(cake::DispatchParams& p, const DispatchInputs& in) {
   const Geometry& g = p.workspace.geometry;
   const Tensor& ids = in.topk_ids;
   check_device("topk_ids", ids, in.workspace);
+  check_outside_workspace("topk_ids", ids, p.workspace);
   p.ids_are_int64 = ids.scalar_type() == ScalarType::Long;
   check_dtype(p.ids_are_int64 || ids.scalar_type() == ScalarType::Int,
               "topk_ids must be int32 or int64");
@@ -35,6 +36,7 @@ void set_routing(cake::DispatchParams& p, const DispatchInputs& in) {
   if (!in.topk_weights.has_value()) return;
   const Tensor& weights = *in.topk_weights;
   check_device("topk_weights", weights, in.workspace);
+  check_outside_workspace("topk_weights", weights, p.workspace);
   check_dtype(weights.scalar_type() == ScalarType::Float, "topk_weights must be float32");
   check(weights.is_contiguous() && weights.dim() == 2 && weights.size(0) == p.num_tokens &&
             weights.size(1) == g.top_k,
@@ -62,6 +64,7 @@ void set_stats(cake::DispatchParams& p, const DispatchInputs& in) {
   const int32_t wanted = p.workspace.geometry.eplb_stats_num_experts;
   check(wanted > 0, "eplb_local_stats needs a communication with eplb_stats_num_experts > 0");
   check_device("eplb_local_stats", stats, in.workspace);
+  check_outside_workspace("eplb_local_stats", stats, p.workspace);
   check_dtype(stats.scalar_type() == ScalarType::Int, "eplb_local_stats must be int32");
   check(stats.is_contiguous() && stats.numel() == wanted, "eplb_local_stats must be contiguous [",
         wanted, "]");

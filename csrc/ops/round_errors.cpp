@@ -25,7 +25,7 @@ void raise_timeout(const TimeoutRecord& record, const cake::WorkspaceView& works
   fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
        phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
        " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
-       " may be dead, slow, or in another number of rounds; mask it or re-create the "
+       " may be dead, slow, or in another number of rounds; re-create the "
        "communication.");
 }
 

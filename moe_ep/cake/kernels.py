@@ -2,8 +2,8 @@
 state machine.
 
 The order of calls, on every rank: `initialize`, a barrier of the caller's, then rounds of
-`dispatch` and `combine`, at last `forget`. The ranks may be processes over shared memory, or
-threads of one process over a plain tensor (ops release the GIL).
+`dispatch` and `combine`, at last `forget`. The ranks may be processes over shared memory, or on the
+CPU threads of one process over a plain tensor (ops release the GIL).
 
 A workspace is a torch.uint8 tensor [ep_size, >= workspace_size_per_rank(geometry)] whose row r is
 the memory of rank r, each row starting on a 64-byte boundary. Every function checks what it can

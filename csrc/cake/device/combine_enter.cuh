@@ -2,8 +2,8 @@
 // awaited.
 //
 // A flag {epoch, signature} goes from each owner p to each active source s, into slot p of s, when
-// the rows of block s are complete at p: by CTA 0 at once if the experts wrote them in place, else
-// by whoever stages the last of them. Each CTA waits for the flags of all active ranks, also those
+// all rows are complete at p: by CTA 0 at once if the experts wrote them in place, else by the warp
+// that stages the last of them. Each CTA waits for the flags of all active ranks, also those
 // that it has no rows from: their flag says that what they received in this round is consumed, so
 // that the next dispatch may write it. A flag is written again in the next combine, which comes
 // after the source's next dispatch, so it cannot be ahead.
@@ -116,8 +116,11 @@ __device__ inline void stage_and_publish_rows(const CombineKernelParams& p, cons
     if (!round.is_active(source)) return -1;
     return round.misused() ? 0 : recv_counts[source];
   };
-  const auto publish = [&](int32_t source) {
-    signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature());
+  const auto publish = [&] {
+    for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
+      if (!round.is_active(source)) continue;
+      signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature());
+    }
   };
   stage_rows(p, plan, num_rows, publish, table);
 }

@@ -40,8 +40,8 @@ __device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWo
     state->active = mask;
     state->combine_items = 0;
     state->stage_items = 0;
+    state->staged_items = 0;
   }
-  if (static_cast<int32_t>(thread) < p.workspace.ep_size) own.staged_items()[thread] = 0;
 }
 
 // To the peers' row of this rank. For `threads` threads of one CTA, before its arrival.

@@ -32,10 +32,7 @@ __device__ void keep_state(const DispatchKernelParams& p, const Round<kWords>& r
     state->active = active;
     state->combine_items = 0;
     state->stage_items = 0;
-  }
-#pragma unroll 1
-  for (int32_t rank = lane_id(); rank < p.workspace.ep_size; rank += kWarpSize) {
-    own.staged_items()[rank] = 0;
+    state->staged_items = 0;
   }
 }
 

@@ -13,9 +13,6 @@
 
 namespace moe_ep::cake {
 
-// A rank has at most so many tokens: lane t stands for token t.
-inline constexpr int32_t kMaxPacketTokens = 32;
-
 // What a kernel may assume of the arguments.
 enum class PacketInputs {
   kAny,

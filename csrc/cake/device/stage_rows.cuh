@@ -1,5 +1,8 @@
-// Copies the expert outputs into the workspace, where the sources read them, and tells each source
-// when its block is complete.
+// Copies the expert outputs into the workspace, where the sources read them, and tells the sources
+// when all are there.
+//
+// Not each source when its own block is: the outputs may lie where a source sends its next rows (an
+// expert that works in place), or where this rank's own sums go.
 //
 // Items are taken from a counter by warps, so that any running CTA can do all of them: sources wait
 // for them, and the CTAs of a grid need not run together. Rows without a token are never read.
@@ -113,8 +116,8 @@ __device__ void copy_chunks(const CombineKernelParams& p, const StagePlan& plan,
   }
 }
 
-// By all threads of every CTA; returns when no item is left to take. publish(source) is called by
-// one thread of the grid for each source that takes part, once its block is complete.
+// By all threads of every CTA; returns when no item is left to take. publish() is called by one
+// warp of the grid, once all items are done.
 template <typename NumRows, typename Publish>
 __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, NumRows num_rows,
                            Publish publish, StageTable& table) {
@@ -145,9 +148,12 @@ __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, 
       copy_chunks<false>(p, plan, source, first, count);
     }
     __syncwarp();  // lane 0 speaks for what the other lanes wrote
-    if (lane == 0) {
-      const uint32_t items = table.first_item[source + 1] - first_item;
-      if (signal_and_count(own.staged_items() + source, 1) + 1 == items) publish(source);
+    uint32_t done = 0;
+    if (lane == 0) done = signal_and_count(&own.state()->staged_items, 1) + 1;
+    done = __shfl_sync(kAllLanes, done, 0);
+    if (done == total) {
+      __syncwarp();  // and hears for them what others wrote
+      publish();
     }
     if (!early) taken = take();
   }

@@ -24,7 +24,6 @@ class DeviceSegment {
     return reinterpret_cast<uint32_t*>(base_ + w_.layout.dispatch_arrivals.offset +
                                        static_cast<uint64_t>(source) * kFlagAlignment);
   }
-  __device__ uint32_t* staged_items() const { return at<uint32_t>(w_.layout.staged_items); }
   __device__ int32_t* recv_counts() const { return at<int32_t>(w_.layout.recv_counts); }
   // Of one token: max_destinations of them.
   __device__ SendSlot* send_slots(int32_t token) const {
