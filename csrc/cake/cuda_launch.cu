@@ -1,7 +1,5 @@
 #include "cake/cuda_launch.h"
 
-#include <algorithm>
-
 #include "cake/combine_kernels.h"
 #include "cake/dispatch_bulk.h"
 #include "cake/dispatch_direct.h"
@@ -136,10 +134,8 @@ cudaError_t initialize_on_device(const WorkspaceView& workspace, cudaStream_t st
 
 cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context) {
   const DispatchKernelParams params = kernel_params(p, context);
-  const bool rows_are_aligned =
-      std::all_of(params.payload_is_aligned, params.payload_is_aligned + params.num_payloads,
-                  [](bool is_aligned) { return is_aligned; });
-  switch (dispatch_path(p.workspace.geometry, p.tokens_per_rank, rows_are_aligned)) {
+  switch (
+      dispatch_path(p.workspace.geometry, p.tokens_per_rank, all_payloads_are_aligned(params))) {
     case DispatchPath::kPackets:
       return launch_dispatch_packets(params, context);
     case DispatchPath::kDirectRows:

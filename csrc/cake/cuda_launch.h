@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cake/cuda.h"
@@ -12,6 +13,12 @@ namespace moe_ep::cake {
 
 DispatchKernelParams kernel_params(const DispatchParams& p, const CudaContext& context);
 CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& context);
+
+// Whether all rows can be read 16 bytes at a time, or in bulk.
+inline bool all_payloads_are_aligned(const DispatchKernelParams& p) {
+  return std::all_of(p.payload_is_aligned, p.payload_is_aligned + p.num_payloads,
+                     [](bool is_aligned) { return is_aligned; });
+}
 
 // Of the current device: under MPS this is the process's share already.
 cudaError_t multiprocessor_count(int* count);

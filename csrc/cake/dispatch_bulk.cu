@@ -85,9 +85,8 @@ uint64_t record_bytes(const DispatchKernelParams& p) {
 
 template <int kWords>
 auto* kernel_for_alignment(const DispatchKernelParams& p) {
-  const bool aligned = std::all_of(p.payload_is_aligned, p.payload_is_aligned + p.num_payloads,
-                                   [](bool is_aligned) { return is_aligned; });
-  return aligned ? &dispatch_bulk_kernel<kWords, true> : &dispatch_bulk_kernel<kWords, false>;
+  return all_payloads_are_aligned(p) ? &dispatch_bulk_kernel<kWords, true>
+                                     : &dispatch_bulk_kernel<kWords, false>;
 }
 
 auto* kernel_for(const DispatchKernelParams& p) {

@@ -42,7 +42,7 @@ template <PacketInputs kInputs>
 inline constexpr int kPacketResidentCtas = kPacketCtasPerSm<kInputs> + 2;
 
 // Which part of the sends, then of the receives, a warp has: tasks first, first + step, ...
-struct Share {
+struct WarpShare {
   int32_t first;
   int32_t step;
 };
@@ -52,7 +52,7 @@ struct Share {
 template <int kWords, PacketInputs kInputs>
 __device__ int32_t send_share(const PacketDispatchParams& params, const Round<kWords>& round,
                               const Routes<kWords>& routes, SendJob job, ThreadWords words,
-                              Share share) {
+                              WarpShare share) {
   const int32_t rows = params.dispatch.num_tokens * params.record.pieces;
   const int32_t sends = rows + params.stats.pieces;
   int32_t task = share.first;
@@ -74,7 +74,7 @@ __device__ int32_t send_share(const PacketDispatchParams& params, const Round<kW
 // `job` is the first of the share.
 template <int kWords, PacketInputs kInputs>
 __device__ void receive_share(const PacketDispatchParams& params, const Round<kWords>& round,
-                              bool failed, ReceiveJob job, Share share) {
+                              bool failed, ReceiveJob job, WarpShare share) {
   const int32_t peers = params.dispatch.workspace.ep_size - 1;
   const int32_t rows = peers * params.dispatch.tokens_per_rank * params.record.pieces;
   const int32_t receives = rows + peers * params.stats.pieces;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
   const DispatchKernelParams& p = params.dispatch;
   // Neighbours in the list of tasks are on different SMs; warp 0 keeps the books.
   const auto warp = static_cast<int32_t>(threadIdx.x / kWarpSize * gridDim.x + blockIdx.x);
-  Share share{warp - 1, static_cast<int32_t>(gridDim.x * (kPacketThreads / kWarpSize)) - 1};
+  WarpShare share{warp - 1, static_cast<int32_t>(gridDim.x * (kPacketThreads / kWarpSize)) - 1};
   const int32_t rows = p.num_tokens * params.record.pieces;
   const bool keeps_books = warp == 0;
   const bool sends = !keeps_books && share.first < rows;

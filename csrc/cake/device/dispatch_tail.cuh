@@ -1,5 +1,4 @@
-// How a dispatch ends that has put rows in place: statistics, arrivals, the wait for the peers, and
-// what combine is told.
+// How a dispatch ends that has put rows in place: statistics, arrivals, the wait for the peers.
 //
 // A CTA's rows are in place once all its threads have stored them and met at a barrier; the release
 // at system scope of the threads that signal hands this on to the peers.
@@ -12,37 +11,13 @@
 #include "cake/device/bounded_wait.cuh"
 #include "cake/device/memory_access.cuh"
 #include "cake/device/picks.cuh"
+#include "cake/device/prepare_combine.cuh"
 #include "cake/device/routing.cuh"
 #include "cake/device/workspace.cuh"
 #include "core/device_signal.cuh"
 #include "core/epoch.h"
 
 namespace moe_ep::cake {
-
-// Tells combine what round it is in, and resets the counters that it takes work from. Before this
-// kernel ends; nobody in this kernel reads it. For at least a thread a rank, of which this is
-// number `thread`.
-template <int kWords>
-__device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWords>& active,
-                                uint32_t epoch, uint32_t thread = threadIdx.x) {
-  const DeviceSegment own = own_segment(p.workspace);
-  if (thread == 0) {
-    DeviceState* const state = own.state();
-    state->combine_epoch = epoch;
-    state->poisoned_epoch = epoch - 1;  // an old one must not match when epochs have come round
-    state->num_tokens = p.num_tokens;
-    state->tokens_per_rank = p.tokens_per_rank;
-    RankMask mask;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      mask.words[w / 2] |= static_cast<uint64_t>(active.words[w]) << (w % 2 * 32);
-    }
-    state->active = mask;
-    state->combine_items = 0;
-    state->stage_items = 0;
-    state->staged_items = 0;
-  }
-}
 
 // To the peers' row of this rank. For `threads` threads of one CTA, before its arrival.
 template <int kWords>

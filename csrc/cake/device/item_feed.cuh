@@ -5,14 +5,13 @@
 #include <cstdint>
 
 #include "cake/cuda_params.h"
+#include "cake/device/memory_access.cuh"
 #include "cake/device/routing.cuh"
 #include "cake/device/token_rows.cuh"
 #include "cake/device/workspace.cuh"
 #include "core/fast_divide.h"
 
 namespace moe_ep::cake {
-
-inline constexpr uint32_t kNoItem = 0xFFFFFFFFu;
 
 // With few items, fewer warps of each CTA take some, so that all SMs do.
 struct Share {

@@ -55,6 +55,8 @@ __device__ inline void store_chunk(void* to, uint4 v) {
 
 // ---- counters of work
 
+inline constexpr uint32_t kNoItem = 0xFFFFFFFFu;
+
 // Takes `count` items and returns the first. For lane 0 alone. An atomic on one address is made one
 // access of the warp, and a shuffle that waits for its result at once; this one, at an address that
 // looks like the lane's own, lets the caller go on until it looks at the result.

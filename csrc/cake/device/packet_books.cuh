@@ -9,32 +9,11 @@
 #include "cake/device/bounded_wait.cuh"
 #include "cake/device/packet_receive.cuh"
 #include "cake/device/packet_round.cuh"
+#include "cake/device/prepare_combine.cuh"
 #include "cake/device/routing.cuh"
 #include "cake/device/workspace.cuh"
 
 namespace moe_ep::cake {
-
-// What combine reads, and the counters that it has used.
-template <int kWords>
-__device__ void keep_state(const DispatchKernelParams& p, const Round<kWords>& round) {
-  const DeviceSegment own = own_segment(p.workspace);
-  if (lane_id() == 0) {
-    DeviceState* const state = own.state();
-    state->combine_epoch = round.epoch;
-    state->poisoned_epoch = round.epoch - 1;  // so that no old one is ever met again
-    state->num_tokens = p.num_tokens;
-    state->tokens_per_rank = p.tokens_per_rank;
-    RankMask active;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      active.words[w / 2] |= static_cast<uint64_t>(round.active.words[w]) << (w % 2 * 32);
-    }
-    state->active = active;
-    state->combine_items = 0;
-    state->stage_items = 0;
-    state->staged_items = 0;
-  }
-}
 
 // Waits for the headers of all ranks, writes the counts, and settles a disagreement.
 template <int kWords>
@@ -105,7 +84,7 @@ __device__ void keep_books(const DispatchKernelParams& p, const Round<kWords>& r
     }
     if (w == own / kWarpSize) rows_to_self = __shfl_sync(kAllLanes, rows, own % kWarpSize);
   }
-  keep_state(p, round);
+  prepare_combine(p, round.active, round.epoch, static_cast<uint32_t>(lane_id()));
 #pragma unroll 1
   for (int32_t row = rows_to_self; row < p.tokens_per_rank; ++row) {
     clear_row(p, static_cast<int64_t>(own) * p.tokens_per_rank + row);

@@ -16,8 +16,6 @@
 
 namespace moe_ep::cake {
 
-inline constexpr uint32_t kNoItem = 0xFFFFFFFFu;
-
 struct PipelineShape {
   int32_t warps;        // of a CTA that may work
   int32_t stages;       // of a warp: 2 .. 16
