@@ -133,6 +133,27 @@ def test_received_rows_of_an_earlier_round_are_refused(comm: MoEEpCommunication)
     assert_a_round_is_right(comm)
 
 
+@pytest.mark.parametrize("name", ["topk_ids", "topk_weights"])
+def test_routing_of_an_earlier_round_is_refused(comm: MoEEpCommunication, name: str) -> None:
+    """Peers write this round's ids and weights where those of the last one lie."""
+    weights = torch.ones(len(IDS), IDS.shape[1])
+    earlier = comm.dispatch(ROWS, IDS, weights)
+    comm.combine(earlier.hidden_states)
+    routing = {"topk_ids": IDS, "topk_weights": weights}
+    routing[name] = getattr(earlier, name)[: len(IDS)]
+    with pytest.raises(MoEEpConfigError, match=rf"{name} must not lie in the workspace.*clone"):
+        comm.dispatch(ROWS, **routing)
+    assert_a_round_is_right(comm)
+
+
+def test_more_packet_tokens_than_a_warp_has_lanes_are_refused() -> None:
+    sizes = {"ep_size": 2, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 64}
+    rows = {"dispatch_bytes_per_token": 16, "combine_bytes_per_token": 16}
+    with pytest.raises(ValueError, match=r"low_latency_tokens must be in \[0, 32\], got 33"):
+        kernels.Geometry(**sizes, **rows, low_latency_tokens=33)
+    assert kernels.Geometry(**sizes, **rows, low_latency_tokens=32).max_tokens_per_rank == 64
+
+
 @pytest.mark.parametrize(
     "part", [lambda b: b[:1].expand(4, HIDDEN), lambda b: b.flip(0)[:0], lambda b: b[1:]]
 )
