@@ -74,7 +74,8 @@ class MoEEpCommunication(abc.ABC):
 
     All ranks of the group construct it together and issue the same calls in the same order; one
     dispatch/combine pair is in flight. A context manager that destroys on exit. Nothing collective
-    happens in a finaliser, and a process may exit without destroy.
+    happens in a finaliser, and a process may exit without destroy. Copying and pickling raise
+    TypeError.
 
     A backend derives from this class once:
 
@@ -127,7 +128,7 @@ class MoEEpCommunication(abc.ABC):
         """
         checks.check_group(type(self).config_type, bootstrap, config)
         comm = bootstrap.comm(config.comm_backend, timeout_sec=config.timeout_sec)
-        agree_on_construction(
+        gpu_shares = agree_on_construction(
             type(self), comm, params, config, bootstrap.torch_device, eplb_stats_num_experts
         )
         first, count = expert_partition(params.num_experts, bootstrap.world_size, bootstrap.rank)
@@ -140,6 +141,7 @@ class MoEEpCommunication(abc.ABC):
         self.num_local_experts: Final[int] = count
         self._bootstrap: Final = bootstrap
         self._comm: Final[CommBackend] = comm
+        self._gpu_shares: Final = gpu_shares
         self._row_format: Final = params.row_format
         self._extra_payload_bytes: Final = extra_payload_bytes_per_token
         self._eplb_stats_num_experts: Final = eplb_stats_num_experts
@@ -271,7 +273,7 @@ class MoEEpCommunication(abc.ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of memory that this object holds between rounds on this rank."""
+        """Bytes of memory that this object holds between rounds on this rank, 0 after destroy."""
         return 0
 
     def destroy(self) -> None:
@@ -298,6 +300,13 @@ class MoEEpCommunication(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.destroy()
+
+    def __reduce__(self) -> NoReturn:
+        # What copy, deepcopy and pickle all ask.
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it owns memory and has a place in "
+            "its group's rounds. Use the object itself, or create another one on all ranks."
+        )
 
     def __repr__(self) -> str:
         return (

@@ -15,6 +15,7 @@ from moe_ep.checks import check_construction
 from moe_ep.collectives import CommBackend, agree, attempt, by_rank
 from moe_ep.errors import MoEEpConfigError, MoEEpPlatformError
 from moe_ep.params import MoEEpCommParams
+from moe_ep.shared_gpus import GpuShare
 from moe_ep.version import __version__
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class _Declaration:
     values: dict[str, str]
     unsupported_reason: str | None
     host: HostIdentity
+    gpu: GpuShare | None
 
 
 def agree_on_construction(
@@ -77,8 +79,9 @@ def agree_on_construction(
     config: CommunicationConfig,
     device: torch.device,
     eplb_stats_num_experts: int,
-) -> None:
-    """Check the arguments of the constructor together with the other ranks. Collective.
+) -> list[GpuShare | None]:
+    """Check the arguments of the constructor together with the other ranks; return each rank's
+    share of its GPU. Collective.
 
     Raises on all ranks if an argument is wrong on one of them (TypeError, MoEEpConfigError), if
     they disagree (MoEEpConfigError) or if one cannot run (MoEEpPlatformError).
@@ -94,10 +97,12 @@ def agree_on_construction(
             "dtype": params.token_dtype,  # None and bfloat16 are the same
             **config.group_wide_settings(),
         }
+        reason = own_reason_against(backend, device)
         return _Declaration(
             {name: str(value) for name, value in values.items()},
-            own_reason_against(backend, device),
+            reason,
             HostIdentity.of_this_process(),
+            GpuShare.of(device) if reason is None else None,
         )
 
     declarations = agree(comm, attempt(declare), what=_STEP)
@@ -107,6 +112,7 @@ def agree_on_construction(
     )
     if reasons is not None:
         raise MoEEpPlatformError(f"{backend.backend_name} cannot run on this group: {reasons}.")
+    return [d.gpu for d in declarations]
 
 
 def refuse_construction(comm: CommBackend, failure: Exception) -> NoReturn:

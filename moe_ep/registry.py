@@ -121,10 +121,11 @@ def create_communication(
     options: settings of the backend's config, as its constructor takes them; none with a config
         object.
 
-    Raises KeyError listing the names for an unknown one, TypeError for an unknown option or a wrong
-    type, MoEEpConfigError for a wrong value or where the ranks disagree, MoEEpPlatformError where
-    it cannot run; on all ranks together, with every rank's reason. A wrong `bootstrap` raises on
-    its own rank alone, which cannot tell the others.
+    Raises KeyError listing the names for an unknown one, TypeError for a wrong type or an unknown
+    option (with "auto": options that no backend has together), MoEEpConfigError for a wrong value
+    or where the ranks disagree, MoEEpPlatformError where it cannot run; on all ranks together, with
+    every rank's reason. A wrong `bootstrap` raises on its own rank alone, which cannot tell the
+    others.
     """
     check_type("bootstrap", bootstrap, BootstrapConfig)
     if backend == AUTO:
@@ -164,12 +165,8 @@ def _resolve(
     """Return the class to construct and the config to construct it with."""
     cls = _registry[communication_backend_name(backend)].communication
     if isinstance(backend, str):
-        unknown = _unknown_options(cls.config_type, options)
-        if unknown:
-            raise TypeError(
-                f"backend {backend!r} has no option {', '.join(unknown)}; "
-                f"it has: {', '.join(_option_names(cls.config_type))}."
-            )
+        if _unknown_options(cls.config_type, options):
+            raise TypeError(_lacks_options(cls.config_type, options))
         return cls, cls.config_type(**options)
     if options:
         raise TypeError(
@@ -202,6 +199,7 @@ def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:
     """Return the name that the group agrees on. Collective."""
 
     def own_candidates() -> _Candidates:
+        _require_a_backend_with(options)
         CommunicationConfig(**{name: options[name] for name in _COMM_SETTINGS & options.keys()})
         return _Candidates(
             {
@@ -228,6 +226,15 @@ def _choose(bootstrap: BootstrapConfig, options: dict[str, Any]) -> str:
     raise MoEEpPlatformError(f"no backend can run on this group. {'. '.join(table)}.")
 
 
+def _require_a_backend_with(options: dict[str, Any]) -> None:
+    """Raise TypeError if no backend has all the options, whatever this machine supports."""
+    configs = [
+        _registry[name].communication.config_type for name in available_communication_backends()
+    ]
+    if options and all(_unknown_options(config, options) for config in configs):
+        raise TypeError(" ".join(_lacks_options(config, options) for config in configs))
+
+
 def _reason_against(
     cls: type[MoEEpCommunication], device: torch.device, options: dict[str, Any]
 ) -> str | None:
@@ -240,6 +247,15 @@ def _reason_against(
 def _unknown_options(config_type: type[CommunicationConfig], options: dict[str, Any]) -> list[str]:
     known = _option_names(config_type)
     return [name for name in options if name not in known]
+
+
+def _lacks_options(config_type: type[CommunicationConfig], options: dict[str, Any]) -> str:
+    """Return the sentence on the options that a backend does not have."""
+    return (
+        f"backend {config_type.backend_name!r} has no option "
+        f"{', '.join(_unknown_options(config_type, options))}; "
+        f"it has: {', '.join(_option_names(config_type))}."
+    )
 
 
 def _option_names(config_type: type[CommunicationConfig]) -> list[str]:

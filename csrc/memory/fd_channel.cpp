@@ -27,6 +27,7 @@ static_assert(!std::is_copy_constructible_v<FdChannel> &&
 constexpr uint64_t kMagic = 0x6d6f652d65702d66;  // "moe-ep-f"; changes when the message does
 constexpr uint32_t kHasHandle = 1;
 constexpr uint32_t kGaveUp = 2;
+constexpr uint32_t kNothing = 3;  // the sender wanted to know whether it could be sent
 
 struct WireMessage {
   uint64_t magic;
@@ -86,18 +87,20 @@ milliseconds time_left(const Patience& patience) {
   return std::clamp(left, milliseconds(0), milliseconds(std::chrono::hours(1)));
 }
 
-void wait_until_readable(const FileDescriptor& socket, const Patience& patience) {
+// False when the deadline passes.
+bool becomes_readable(const FileDescriptor& socket, const Patience& patience) {
   for (;;) {
     pollfd entry{socket.get(), POLLIN, 0};
     const auto left = time_left(patience);
     const int ready = poll(&entry, 1, static_cast<int>(left.count()));
-    if (ready > 0) return;
+    if (ready > 0) return true;
     if (ready < 0 && errno != EINTR) throw_system_error("cannot wait for a message of a peer");
     if (ready < 0) patience.on_signal();
-    if (ready == 0 && left.count() == 0)
-      throw_system_error("no message arrived in time", ETIMEDOUT);
+    if (ready == 0 && left.count() == 0) return false;
   }
 }
+
+[[noreturn]] void throw_timed_out() { throw_system_error("no message arrived in time", ETIMEDOUT); }
 
 // The kernel has no event for "the peer's queue has room again" before a connection exists.
 void pause_before_retry(const char* what, int error, const Patience& patience) {
@@ -155,11 +158,24 @@ void FdChannel::send(const std::string& peer_name, uint32_t round, const Shareab
     throw std::invalid_argument(std::string("a socket carries file descriptors, got a ") +
                                 name_of(handle->form()));
   }
+  deliver(peer_name, handle ? kHasHandle : kGaveUp, round, handle, patience);
+}
+
+bool FdChannel::has_ended(const std::string& peer_name) const {
+  try {
+    deliver(peer_name, kNothing, 0, nullptr, Patience{steady_clock::now()});
+  } catch (const std::system_error& error) {
+    return error.code() == std::errc::connection_refused;  // a full queue belongs to somebody
+  }
+  return false;
+}
+
+void FdChannel::deliver(const std::string& peer_name, uint32_t content, uint32_t round,
+                        const ShareableHandle* handle, const Patience& patience) const {
   const FileDescriptor socket = open_socket();
   connect_to(socket, peer_name, patience);
 
-  WireMessage message{
-      kMagic, nonce_, rank_, round, handle ? kHasHandle : kGaveUp, 0, handle ? handle->bytes() : 0};
+  WireMessage message{kMagic, nonce_, rank_, round, content, 0, handle ? handle->bytes() : 0};
   iovec data{&message, sizeof(message)};
   msghdr header{};
   header.msg_iov = &data;
@@ -186,32 +202,40 @@ void FdChannel::send(const std::string& peer_name, uint32_t round, const Shareab
 }
 
 HandleMessage FdChannel::receive(const Patience& patience) {
+  auto message = receive_by(patience.deadline, patience);
+  if (!message) throw_timed_out();
+  return std::move(*message);
+}
+
+std::optional<HandleMessage> FdChannel::receive_by(steady_clock::time_point then,
+                                                   const Patience& patience) {
+  const Patience until_then{std::min(then, patience.deadline), patience.on_signal};
   for (;;) {
-    wait_until_readable(listener_, patience);
+    if (!becomes_readable(listener_, until_then)) return std::nullopt;
     const int fd = accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0) {
       if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) continue;
       throw_system_error("cannot accept the connection of a peer");
     }
     const FileDescriptor connection(fd);
-    if (is_own_user(connection)) {
-      if (auto message = read(connection, patience)) return std::move(*message);
+    if (!is_own_user(connection)) {
+      ++refused_;
+    } else if (auto message = read(connection, patience)) {
+      return message;
     }
-    ++refused_;
   }
 }
 
+// None if there is nothing in it for us.
 std::optional<HandleMessage> FdChannel::read(const FileDescriptor& connection,
-                                             const Patience& patience) const {
+                                             const Patience& patience) {
   // Peers send at once after connecting; a stranger that only connects must not use up our time.
   Patience brief = patience;
   brief.deadline = std::min(patience.deadline, steady_clock::now() + std::chrono::seconds(5));
-  try {
-    wait_until_readable(connection, brief);
-  } catch (const std::system_error& error) {
-    if (error.code() == std::errc::timed_out && steady_clock::now() < patience.deadline)
-      return std::nullopt;
-    throw;
+  if (!becomes_readable(connection, brief)) {
+    if (steady_clock::now() >= patience.deadline) throw_timed_out();
+    ++refused_;
+    return std::nullopt;
   }
 
   WireMessage message{};
@@ -228,7 +252,11 @@ std::optional<HandleMessage> FdChannel::read(const FileDescriptor& connection,
 
   const bool complete =
       got == static_cast<ssize_t>(sizeof(message)) && (header.msg_flags & MSG_TRUNC) == 0;
-  if (!complete || message.magic != kMagic || message.nonce != nonce_) return std::nullopt;
+  if (!complete || message.magic != kMagic || message.nonce != nonce_) {
+    ++refused_;
+    return std::nullopt;
+  }
+  if (message.content == kNothing) return std::nullopt;
   if (message.content == kGaveUp) return HandleMessage{message.rank, message.round, std::nullopt};
   if ((header.msg_flags & MSG_CTRUNC) != 0 || !descriptor) {
     throw_system_error(

@@ -47,12 +47,19 @@ class FdChannel {
   // Borrows the handle; null tells the receiver to give up.
   void send(const std::string& peer_name, uint32_t round, const ShareableHandle* handle,
             const Patience& patience) const;
+  // Whether the peer's channel is gone, as that of a process that has died is. Waits for nobody.
+  bool has_ended(const std::string& peer_name) const;
+
   // The next message of the group, whoever sent it.
   HandleMessage receive(const Patience& patience);
+  // The same; none if it does not begin to arrive by then.
+  std::optional<HandleMessage> receive_by(std::chrono::steady_clock::time_point then,
+                                          const Patience& patience);
 
  private:
-  std::optional<HandleMessage> read(const FileDescriptor& connection,
-                                    const Patience& patience) const;
+  void deliver(const std::string& peer_name, uint32_t content, uint32_t round,
+               const ShareableHandle* handle, const Patience& patience) const;
+  std::optional<HandleMessage> read(const FileDescriptor& connection, const Patience& patience);
 
   int rank_;
   GroupNonce nonce_;

@@ -26,7 +26,7 @@ void raise_timeout(const TimeoutRecord& record, const cake::WorkspaceView& works
        phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
        " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
        " may be dead, slow, or in another number of rounds; re-create the "
-       "communication.");
+       "communication, without it if it is dead.");
 }
 
 void raise_timed_out_earlier(const TimeoutRecord& record) {

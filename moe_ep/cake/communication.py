@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ep import _native
+from moe_ep import _native, shared_gpus
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.cake import kernels, received
 from moe_ep.cake.config import CakeAlltoAllConfig
@@ -38,8 +38,7 @@ class CakeAlltoAll(MoEEpCommunication):
 
     @classmethod
     def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
-        """Return why cake cannot run on `device` of this machine, or None if it can. No
-        collective."""
+        """Return why cake cannot run on `device` of this machine, None if it can. No collective."""
         return reason_against(device)
 
     @classmethod
@@ -68,7 +67,8 @@ class CakeAlltoAll(MoEEpCommunication):
         config: CakeAlltoAllConfig | None = None,
     ) -> None:
         """Allocate and share the workspace. Collective; a failure on one rank raises on all, with
-        every reason."""
+        every reason. Ranks that share a GPU and have more of it together than there is get a
+        RuntimeWarning."""
         config = CakeAlltoAllConfig() if config is None else config
         check_type("config", config, CakeAlltoAllConfig)
         super().__init__(
@@ -78,6 +78,7 @@ class CakeAlltoAll(MoEEpCommunication):
             extra_payload_bytes_per_token=config.extra_payload_bytes_per_token,
             eplb_stats_num_experts=config.eplb_stats_num_experts,
         )
+        shared_gpus.warn_of_overlapping_shares(self._gpu_shares, self.ep_rank)
         self._rank_mask_enabled = config.enable_rank_mask
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
         self._timeout_sec = config.timeout_sec
@@ -97,8 +98,8 @@ class CakeAlltoAll(MoEEpCommunication):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of this rank's own memory in the workspace."""
-        return self._memory.mapped_bytes
+        """Bytes of this rank's own memory in the workspace, 0 after destroy."""
+        return 0 if self._memory.state == "closed" else self._memory.mapped_bytes
 
     def dispatch(
         self,
@@ -285,8 +286,7 @@ class CakeAlltoAll(MoEEpCommunication):
         )
 
     def _destroy(self) -> None:
-        # Waits for this rank's own rounds, for no peer: peers keep their mappings of this memory
-        # until they destroy, too.
+        # Waits for own rounds only: peers keep their mappings of this memory until they destroy.
         try:
             with self._on_stream():
                 torch.ops.moe_ep.cake_forget(self._workspace, self._geometry, self.ep_rank)

@@ -95,7 +95,7 @@ class Transport:
                 f"rank {self._ep_rank} waited {silent.seconds:.1f} s in {phase} for rank {peer} "
                 f"(epoch {self._epoch} expected, {self._epochs_seen[peer]} seen; {silent.reason}). "
                 f"Rank {peer} may be dead, slow, or on another number of rounds; re-create the "
-                "group without it."
+                "group, without it if it is dead."
             ) from None
 
     def _over_nccl(

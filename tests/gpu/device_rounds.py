@@ -119,16 +119,86 @@ def partial_rows(
 
 
 def expected_sums(
-    params: MoEEpCommParams, ep_size: int, tokens: Tokens, *, with_weights: bool = True
+    params: MoEEpCommParams,
+    ep_size: int,
+    tokens: Tokens,
+    *,
+    with_weights: bool = True,
+    active_ranks: Sequence[int] | None = None,
 ) -> Tensor:
-    """[n, hidden_size]: what combine returns to the rank that sent the tokens."""
+    """[n, hidden_size]: what combine returns to the rank that sent the tokens.
+
+    active_ranks: those that are not masked off; None: all.
+    """
     weights = tokens.topk_weights if with_weights else None
     total = torch.zeros_like(tokens.hidden_states, dtype=torch.float32)
-    for owner in range(ep_size):
+    for owner in range(ep_size) if active_ranks is None else sorted(active_ranks):
         total = total + apply_experts(
             params, ep_size, owner, tokens.hidden_states, tokens.topk_ids, weights
         )
     return total.to(params.token_dtype)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a dispatch brings to one rank, as in MoEEpDispatchResult."""
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    tokens_per_rank: int
+    recv_token_counts: Tensor
+
+    @classmethod
+    def copied(cls, result: ReceivedRows) -> Received:
+        """Return what came, with weights, apart from library memory, which is the combine's next.
+
+        A peer may be in its next dispatch before this is read.
+        """
+        assert result.topk_weights is not None
+        return cls(
+            hidden_states=result.hidden_states.clone(),
+            topk_ids=result.topk_ids.clone(),
+            topk_weights=result.topk_weights.clone(),
+            tokens_per_rank=result.tokens_per_rank,
+            recv_token_counts=result.recv_token_counts.clone(),
+        )
+
+
+def received_by(
+    params: MoEEpCommParams,
+    ep_size: int,
+    rank: int,
+    tokens_per_rank: int,
+    sent: Sequence[Tokens],
+) -> Received:
+    """Return what must come to a rank; rows and weights without a token are zero.
+
+    sent: the tokens of every rank.
+    """
+    blocks = [_block_of(params, ep_size, rank, tokens_per_rank, tokens) for tokens in sent]
+    rows, ids, weights, counts = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return Received(rows, ids, weights, tokens_per_rank, counts)
+
+
+def _block_of(
+    params: MoEEpCommParams, ep_size: int, rank: int, tokens_per_rank: int, tokens: Tokens
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, ids and weights [tokens_per_rank, *] of one source, and how many of them, [1]."""
+    goes = owned_slots(params, ep_size, rank, tokens.topk_ids).any(dim=1)
+    count = goes.sum(dtype=torch.int32)[None]
+    # The tokens that do not come here end up in a row behind the last.
+    place = torch.where(goes, goes.cumsum(0) - 1, tokens_per_rank)
+    filled = (torch.arange(tokens_per_rank, device=place.device) < count)[:, None]
+
+    def compact(values: Tensor) -> Tensor:
+        rows = values.new_zeros(tokens_per_rank + 1, values.shape[1])
+        return rows.index_copy_(0, place, values)[:tokens_per_rank]
+
+    names = (tokens.topk_ids >= 0) & (tokens.topk_ids < params.num_experts)
+    ids = compact(torch.where(names, tokens.topk_ids, params.invalid_expert_id))
+    ids = torch.where(filled, ids, params.invalid_expert_id)
+    return compact(tokens.hidden_states), ids, compact(tokens.topk_weights), count
 
 
 class Verdict:
@@ -145,31 +215,19 @@ class Verdict:
     def judge_dispatch(self, index: int, received: ReceivedRows, sent: Sequence[Tokens]) -> None:
         """Judge what came in round `index`. sent: the tokens of every rank."""
         capacity = received.tokens_per_rank
-        for source, tokens in enumerate(sent):
-            goes = owned_slots(self._params, self._ep_size, self._rank, tokens.topk_ids).any(dim=1)
-            count = goes.sum()
-            # The tokens that do not come here end up in a row behind the last.
-            place = torch.where(goes, goes.cumsum(0) - 1, capacity)
-            filled = (torch.arange(capacity, device=place.device) < count)[:, None]
-            block = slice(source * capacity, (source + 1) * capacity)
+        wanted = received_by(self._params, self._ep_size, self._rank, capacity, sent)
+        self.judge_received(index, received, wanted)
 
-            def compact(values: Tensor, place: Tensor = place) -> Tensor:
-                rows = values.new_zeros(capacity + 1, values.shape[1])
-                return rows.index_copy_(0, place, values)[:capacity]
-
-            invalid = self._params.invalid_expert_id
-            names = (tokens.topk_ids >= 0) & (tokens.topk_ids < self._params.num_experts)
-            ids = compact(torch.where(names, tokens.topk_ids, invalid))
-            ids = torch.where(filled, ids, invalid)
-            self._count(index, "ids", received.topk_ids[block] != ids)
-            self._count(index, "counts", received.recv_token_counts[source] != count)
-            got, wanted = received.hidden_states[block], compact(tokens.hidden_states)
-            self._count(index, "rows", _differ(got, wanted) & filled)
-            if received.topk_weights is not None:
-                wanted = compact(tokens.topk_weights)
-                self._count(
-                    index, "weights", _differ(received.topk_weights[block], wanted) & filled
-                )
+    def judge_received(self, index: int, received: ReceivedRows, wanted: Received) -> None:
+        """Judge what came in round `index`, where what must come is known already."""
+        filled = _with_token(wanted.recv_token_counts, wanted.tokens_per_rank)[:, None]
+        self._count(index, "ids", received.topk_ids != wanted.topk_ids)
+        self._count(index, "counts", received.recv_token_counts != wanted.recv_token_counts)
+        rows = _differ(received.hidden_states, wanted.hidden_states)
+        self._count(index, "rows", rows & filled)
+        if received.topk_weights is not None:
+            weights = _differ(received.topk_weights, wanted.topk_weights)
+            self._count(index, "weights", weights & filled)
 
     def judge_sums(self, index: int, combined: Tensor, wanted: Tensor) -> None:
         """Judge what combine returned in round `index`."""
@@ -198,7 +256,7 @@ def capturing(
     torch's own stream for captures is made once in a process, on whatever device was current then;
     ranks of the pool come from one GPU to another.
     """
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return cast(AbstractContextManager[None], torch.cuda.graph(graph, stream=stream, **options))
 
 

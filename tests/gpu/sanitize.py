@@ -1,20 +1,34 @@
 """Do cake's kernels pass compute-sanitizer? Plays a few rounds under it and fails on any report.
 
-    python -m tests.gpu.sanitize [--tools memcheck racecheck ...]
+    python -m tests.gpu.sanitize [--tools memcheck racecheck synccheck]
 
-Two ranks, on two GPUs where there are two. On one GPU they take turns: no MPS daemon, whose server
-the tools cannot look into. What the tools slow down most is the number of kernels, so the list is
-short: a step of few tokens and one of many, with rows of odd widths, with scales and without.
+Two ranks, each under a tool of its own, on two GPUs where there are two. On one GPU they take turns
+instead of sharing it by MPS, of which NVIDIA says that memcheck works there, and no more. What the
+tools slow down most is the number of kernels, so the list is short: a step of few tokens and one of
+many, with rows of odd widths, with scales and without.
+
+Before that, a kernel is made to write past the end of its tensor, and memcheck must report it: a
+tool that looks at nothing finds nothing.
+
+initcheck is no choice: it does not know what other processes write, and would report all of it.
+racecheck before 2025.4 (CUDA 13.1) knows mbarriers in part only: look twice at hazards between bulk
+copies and what reads them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,21 +36,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from moe_ep import CakeAlltoAll, MoEEpCommParams, QuantFormat
+from moe_ep.cake.kernels import sanitize_expert_ids
 from tests.ranks import RankContext, devices
 from tests.rounds import Round, check, play, random_round
+from tools.mps import without_daemon
 
 SIZE = 2
-SECONDS = 150
+SECONDS = 170
 WAIT_SECONDS = 100  # under a tool a peer is slow, and on one GPU the ranks take turns
 TOOLS = ("memcheck", "racecheck")
+MORE_TOOLS = ("synccheck",)
 # Calls of torch and of the probing for handle kinds fail and are answered: no business of ours.
 OPTIONS = {"memcheck": ["--report-api-errors", "no"]}
 OUR_KERNELS = "moe_ep"  # their namespace; to look into torch's, too, takes minutes
+ERROR_EXIT_CODE = 86
+# A tensor is then an allocation of its own, whose end the tool knows.
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 CASES = (
     MoEEpCommParams(10, 3, 160, 1001),
     MoEEpCommParams(10, 3, 160, 203, dispatch_format=QuantFormat.MXFP8),
 )
 COUNTS = ((3, 1), (160, 97))
+PLAYED = "all rounds are exact"
 _SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
@@ -56,43 +77,96 @@ def reason_to_skip(sanitizer: str | None) -> str | None:
     return CakeAlltoAll.unsupported_reason(torch.device("cuda", 0))
 
 
-def problem_in(report: str, status: int) -> str | None:
-    """Return what is wrong with a tool's run, or None.
+def reports_in(output: str) -> int | None:
+    """Return how many reports a tool counts, or None where it has not come to count."""
+    summaries = [int(count) for count in _SUMMARY.findall(output)]
+    return sum(summaries) if summaries else None
 
-    report: all that the tool and the ranks wrote. status: the tool's exit status.
+
+def problem_in(output: str, status: int | None) -> str | None:
+    """Return what is wrong with one rank under a tool, or None.
+
+    output: all that the tool and the rank wrote. status: the tool's exit status; None: it was
+        ended, since it took too long.
     """
-    summaries = [int(count) for count in _SUMMARY.findall(report)]
-    if any(summaries):
-        return f"{sum(summaries)} reports"
+    reports = reports_in(output)
+    if reports:
+        return f"{reports} reports"
+    if "Device not supported" in output:
+        return "the tool cannot look into the GPU of this machine"
+    if status is None:
+        return f"not done after {SECONDS} s"
     if status != 0:
         return f"exit status {status}"
-    if not summaries:
+    if reports is None:
         return "no summary: the tool has seen no CUDA"
-    played = report.count("rounds are exact")
-    return None if played == SIZE else f"{played} ranks of {SIZE} played to the end"
+    return None if PLAYED in output else "did not play to the end"
+
+
+def run_under(
+    sanitizer: str, tool: str, arguments: Sequence[Sequence[str]]
+) -> list[tuple[str, int | None]]:
+    """Run this module once with each of the arguments, all at the same time, each under the tool;
+    return what they wrote, and the exit statuses: None for what was ended after SECONDS.
+    """
+    command = [sanitizer, "--tool", tool, "--target-processes", "all"]
+    command += ["--error-exitcode", str(ERROR_EXIT_CODE), "--kernel-name", f"kns={OUR_KERNELS}"]
+    command += [*OPTIONS.get(tool, []), sys.executable, "-m", __spec__.name]
+    environment = {**without_daemon(os.environ), **ENVIRONMENT}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in arguments]
+        processes = [
+            subprocess.Popen(
+                [*command, *more],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the tool's children can then be ended with it
+            )
+            for more, file in zip(arguments, files, strict=True)
+        ]
+        deadline = time.monotonic() + SECONDS
+        statuses = [_status_of(process, deadline) for process in processes]
+        outputs = []
+        for file in files:
+            file.seek(0)
+            outputs.append(file.read())
+    return list(zip(outputs, statuses, strict=True))
+
+
+def _status_of(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    try:
+        return process.wait(timeout=max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def sanitize(sanitizer: str, tool: str) -> str | None:
     """Return what is wrong under one tool, or None."""
     print(f"=== {tool}", flush=True)
-    command = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", "86"]
-    command += ["--kernel-name", f"kns={OUR_KERNELS}"]
-    command += [*OPTIONS.get(tool, []), sys.executable, "-m", __spec__.name, "--rank", "0"]
-    try:
-        result = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as expired:
-        output = expired.stdout or b""
-        print(output.decode(errors="replace") if isinstance(output, bytes) else output)
-        return f"not done after {SECONDS} s"
-    print(result.stdout, flush=True)
-    return problem_in(result.stdout, result.returncode)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [["--rank", str(rank), "--port", str(store.port)] for rank in range(SIZE)]
+    problems = []
+    for rank, (output, status) in enumerate(run_under(sanitizer, tool, ranks)):
+        print(f"--- rank {rank}\n{output}", flush=True)
+        problem = problem_in(output, status)
+        if problem is not None:
+            problems.append(f"rank {rank}: {problem}")
+    return "; ".join(problems) or None
+
+
+def blindness(sanitizer: str) -> str | None:
+    """Return what speaks against the tools' seeing our kernels, or None."""
+    print("=== memcheck of a write past the end", flush=True)
+    [(output, _)] = run_under(sanitizer, "memcheck", [["--overrun"]])
+    print(output, flush=True)
+    if reports_in(output):
+        return None
+    return "a write past the end of a tensor was not reported"
 
 
 def rounds_of(params: MoEEpCommParams) -> list[Round]:
@@ -104,16 +178,10 @@ def rounds_of(params: MoEEpCommParams) -> list[Round]:
 
 
 def play_rank(rank: int, port: int) -> None:
-    """Play a rank's part, and compare what came with the oracle.
-
-    port: of rank 0's store; 0 on rank 0, which starts the others.
-    """
+    """Play a rank's part, and compare what came with the oracle. port: of the ranks' store."""
+    faulthandler.dump_traceback_later(SECONDS - 10, exit=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    others = []
-    if rank == 0:
-        command = [sys.executable, "-m", __spec__.name, "--port", str(store.port), "--rank"]
-        others = [subprocess.Popen([*command, str(other)]) for other in range(1, SIZE)]
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     context = RankContext(rank, SIZE, dist.group.WORLD, devices.enter(devices.SPREAD, rank, SIZE))
     for params in CASES:
@@ -121,12 +189,37 @@ def play_rank(rank: int, port: int) -> None:
         played = play(context, "cake", params, rounds, {"timeout_sec": WAIT_SECONDS})
         for one, got in zip(rounds, played, strict=True):
             check(params, one, [got if r == rank else None for r in range(SIZE)])
-    print(f"rank {rank}: all rounds are exact", flush=True)
+    print(f"rank {rank}: {PLAYED}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    for other in others:
-        if other.wait() != 0:
-            sys.exit(f"a rank ended with status {other.returncode}")
+
+
+class _Longer:
+    """An array that says that it has more elements than a tensor whose memory it is."""
+
+    def __init__(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._tensor = tensor
+        self._shape = shape
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": self._shape,
+            "typestr": "<i4",
+            "data": (self._tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def overrun() -> None:
+    """Let a kernel of ours write a row that lies behind the end of its memory."""
+    device = torch.device("cuda", 0)
+    memory = torch.zeros(255, dtype=torch.int32, device=device)
+    ids = torch.as_tensor(_Longer(memory, (1, 86, 3)), device=device)
+    counts = torch.tensor([85], dtype=torch.int32, device=device)
+    with contextlib.suppress(RuntimeError):  # the tool may end the context
+        sanitize_expert_ids(ids, counts, -1)
+        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -134,10 +227,20 @@ def main() -> None:
         description=(__doc__ or "").partition("\n\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tools", nargs="+", default=list(TOOLS), help="of compute-sanitizer")
+    parser.add_argument(
+        "--tools",
+        nargs="+",
+        choices=[*TOOLS, *MORE_TOOLS],
+        default=list(TOOLS),
+        help="of compute-sanitizer",
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--overrun", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.overrun:
+        overrun()
+        return
     if options.rank is not None:
         play_rank(options.rank, options.port)
         return
@@ -146,7 +249,9 @@ def main() -> None:
     if reason is not None or sanitizer is None:
         print(f"{Path(__file__).name} skipped: {reason}")
         return
-    problems = {tool: sanitize(sanitizer, tool) for tool in options.tools}
+    subprocess.run([sanitizer, "--version"], check=False)
+    problems = {"the tool": blindness(sanitizer)}
+    problems |= {tool: sanitize(sanitizer, tool) for tool in options.tools}
     for tool, problem in problems.items():
         print(f"{tool}: {problem or 'no reports'}")
     sys.exit(any(problem is not None for problem in problems.values()))

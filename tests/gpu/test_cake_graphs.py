@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +9,12 @@ from torch import Tensor
 from moe_ep import (
     MoEEpCommParams,
     MoEEpCommunication,
-    MoEEpDispatchResult,
     MoEEpStateError,
 )
 from tests.backends import Backend, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.gpu.device_rounds import (
+    Received,
     Tokens,
     Verdict,
     capturing,
@@ -31,27 +29,15 @@ from tests.rounds import create
 pytestmark = pytest.mark.multirank
 CAPTURED_TOKENS = 8
 VALID_ROWS = (8, 0, 3, 8)
-REPLAYS = 120
+REPLAYS = 200
 PARAMS = MoEEpCommParams(24, 4, 160, 1000)
 sizes = pytest.mark.parametrize("size", [2, 8])
 combine_inputs = pytest.mark.parametrize("combine_input", ["tensor", "buffer"])
 
 
-def copy_of(result: MoEEpDispatchResult) -> MoEEpDispatchResult:
-    """Return what a dispatch brought, apart from library memory, which is the combine's next."""
-    assert result.topk_weights is not None
-    return replace(
-        result,
-        hidden_states=result.hidden_states.clone(),
-        topk_ids=result.topk_ids.clone(),
-        topk_weights=result.topk_weights.clone(),
-        recv_token_counts=result.recv_token_counts.clone(),
-    )
-
-
 def run_round(
     communication: MoEEpCommunication, tokens: Tokens, tokens_per_rank: int, combine_input: str
-) -> tuple[MoEEpDispatchResult, Tensor]:
+) -> tuple[Received, Tensor]:
     """Dispatch, experts, combine, without the host; return a copy of what came, and the sums."""
     result = communication.dispatch(
         tokens.hidden_states,
@@ -66,7 +52,7 @@ def run_round(
         buffer = communication.get_combine_input_buffer()
         assert buffer is not None
         partial = buffer.copy_(partial)
-    received = copy_of(result)  # a peer may be in its next dispatch before this is read
+    received = Received.copied(result)
     return received, communication.combine(partial)
 
 

@@ -64,6 +64,34 @@ def test_it_says_what_the_reference_says(stamp: int, with_weights: bool) -> None
         assert_same_bits(sums[rank], wanted, rank=rank)
 
 
+@pytest.mark.parametrize("active_ranks", [[0, 1, 2], [0, 2], [1, 2], [2]])
+def test_it_says_what_the_reference_says_of_masked_ranks(active_ranks: list[int]) -> None:
+    size = len(COUNTS)
+    sent = [tokens_of(PARAMS, 7, rank, n, CPU) for rank, n in enumerate(COUNTS)]
+    ids = [tokens.topk_ids for tokens in sent]
+    received = reference_dispatch(
+        PARAMS,
+        size,
+        [tokens.hidden_states for tokens in sent],
+        ids,
+        [tokens.topk_weights for tokens in sent],
+        active_ranks=active_ranks,
+    )
+    partial = [evaluate_experts(PARAMS, size, rank, received[rank]) for rank in range(size)]
+    most = PARAMS.max_tokens_per_rank
+    sums = reference_combine(
+        PARAMS, size, ids, partial, tokens_per_rank=most, active_ranks=active_ranks
+    )
+    as_if_sent = [
+        tokens_of(PARAMS, 7, rank, n, CPU, valid=None if rank in active_ranks else 0)
+        for rank, n in enumerate(COUNTS)
+    ]
+    for rank in active_ranks:
+        judged(rank, as_if_sent, received[rank]).require()
+        wanted = expected_sums(PARAMS, size, sent[rank], active_ranks=active_ranks)
+        assert_same_bits(sums[rank], wanted, rank=rank)
+
+
 @pytest.mark.parametrize(
     ("field", "what"),
     [

@@ -394,6 +394,41 @@ def test_ranks_leave_without_close(ranks: Any, how: str) -> None:
     assert [outcome.exit_code for outcome in outcomes] == [0, -9 if how == "die" else 0, 0]
 
 
+def lose_a_rank(context: RankContext, victim: int) -> tuple[str, float]:
+    """Body: one rank dies when the others wait for its handle already."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+
+    def die(*_: object) -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    injection = mock.patch.object(_native.FdChannel, "exchange", die)
+    started = time.monotonic()
+    with (
+        injection if context.rank == victim else nullcontext(),
+        pytest.raises(MoEEpError) as raised,
+    ):
+        allocate(replace(context, group=group))
+    return str(raised.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 0)])
+def test_rank_that_dies_in_the_exchange_is_missed_and_named(
+    ranks: Any, size: int, victim: int
+) -> None:
+    outcomes = ranks(size, lose_a_rank, dedicated=True, seconds=90, victim=victim)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome.exit_code == -signal.SIGKILL
+            continue
+        assert outcome.error is None, outcome.error
+        message, seconds = outcome.value
+        assert f"rank {victim}" in message
+        assert seconds < 0.3 + 2.5, message  # a second, and as much again on a busy machine
+
+
 def test_group_of_one_needs_no_handles() -> None:
     with (
         mock.patch.object(_native, "FdChannel", fails),

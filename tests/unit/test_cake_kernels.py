@@ -379,6 +379,55 @@ def test_a_clone_of_a_workspace_is_refused() -> None:
         call_dispatch(group, one, group.workspace.clone(), timeout_sec=1)
 
 
+def leave_in(group: Group, one: Round, state: str) -> None:
+    """Bring a workspace of two ranks into a state from which no round goes on."""
+
+    def body(rank: int) -> None:
+        arguments = (one.topk_ids[rank], [one.hidden_states[rank]])
+        if state == "in a round":
+            kernels.dispatch(group.workspace, group.geometry, rank, *arguments, timeout_sec=SECONDS)
+        elif state == "after a time-out" and rank == 0:
+            for error in (MoEEpTimeoutError, MoEEpStateError):
+                with pytest.raises(error, match=r"timed out earlier|waited 1 s"):
+                    kernels.dispatch(group.workspace, group.geometry, 0, *arguments, timeout_sec=1)
+
+    group.run(body)
+
+
+@pytest.mark.parametrize("state", ["new", "in a round", "after a time-out"])
+def test_a_workspace_can_be_initialised_again(state: str) -> None:
+    params = MoEEpCommParams(5, 2, 3, 20)
+    group = Group(params, 2)
+    rounds = [random_round(params, (3, 2), seed) for seed in range(3)]
+    play_and_check(group, rounds)
+    leave_in(group, rounds[0], state)
+    play_and_check(group, rounds)
+
+
+def test_a_workspace_can_be_initialised_for_another_geometry() -> None:
+    wide, narrow = MoEEpCommParams(5, 2, 7, 40), MoEEpCommParams(9, 3, 4, 24)
+    first = Group(wide, 2)
+    second = Group(narrow, 2)
+    assert second.row_bytes < first.row_bytes
+    second.workspace = first.workspace
+    one = random_round(wide, (7, 2), seed=1)
+    play_and_check(first, [one])
+    play_and_check(second, [random_round(narrow, (3, 4), seed=2)])
+    with pytest.raises(MoEEpStateError, match="initialised for another geometry"):
+        call_dispatch(first, one, first.workspace)
+    play_and_check(first, [one])
+
+
+def test_a_workspace_can_be_forgotten_twice_and_used_again() -> None:
+    params = MoEEpCommParams(5, 2, 3, 20)
+    group = Group(params, 2)
+    rounds = [random_round(params, (3, 2), seed) for seed in range(2)]
+    for _ in range(2):
+        for rank in (0, 1, 0, 1):  # also before it was ever initialised
+            kernels.forget(group.workspace, group.geometry, rank)
+        play_and_check(group, rounds)
+
+
 def test_a_workspace_that_is_too_small_is_refused() -> None:
     group, _ = small_group()
     with pytest.raises(MoEEpConfigError, match=str(group.row_bytes)):

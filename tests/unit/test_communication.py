@@ -1,6 +1,8 @@
 """Does the base class keep every backend in the right state, whatever its hooks raise?"""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -61,6 +63,16 @@ def test_it_says_what_it_is(comm):
     assert (comm.supports_cuda_graph, comm.supports_torch_compile) == (False, False)
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+def test_it_cannot_be_copied_or_pickled(backend, duplicate):
+    with moe_ep.create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend) as one:
+        name = type(one).__name__
+        with pytest.raises(TypeError, match=rf"^{name} cannot be copied or pickled: .*group"):
+            duplicate(one)
+        play_round(one)
+
+
 def test_the_result_is_frozen(comm):
     with pytest.raises(dataclasses.FrozenInstanceError):
         dispatch(comm).tokens_per_rank = 1
@@ -103,6 +115,20 @@ def test_destroy_is_idempotent_and_final(comm):
     for call in (dispatch, Scripted.check, Scripted.__enter__):
         with pytest.raises(moe_ep.MoEEpStateError, match="after destroy"):
             call(comm)
+
+
+@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+def test_what_it_says_of_itself_can_be_read_after_destroy_too(backend):
+    made = moe_ep.create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend)
+    names = [
+        name for name in dir(made) if not name.startswith("_") and not callable(getattr(made, name))
+    ]
+    assert {"workspace_bytes", "ep_rank", "num_local_experts", "device"} <= set(names)
+    before = {name: getattr(made, name) for name in names}
+    made.destroy()
+    after = {name: getattr(made, name) for name in names}
+    assert after == {**before, "workspace_bytes": 0}
+    assert "state='destroyed'" in repr(made)
 
 
 def test_destroy_is_final_even_if_it_fails(comm):

@@ -99,6 +99,12 @@ def test_a_wrong_timeout_on_one_rank_stops_the_choice_on_all(timeout):
     expect_on_all(raised, error, "choosing a backend failed: rank 0: fine; rank 1: timeout_sec")
 
 
+def test_an_option_that_no_backend_has_on_one_rank_stops_the_choice_on_all():
+    raised = create_on_threads({"backend": "auto"}, {"backend": "auto", "speed": 3})
+    parts = ["choosing a backend failed: rank 0: fine; rank 1: ", "has no option speed; it has: "]
+    expect_on_all(raised, TypeError, *parts)
+
+
 def test_a_wrong_setting_on_one_rank_raises_on_all_after_the_choice():
     raised = create_on_threads(
         {"backend": "auto"}, {"backend": "auto", "eplb_stats_num_experts": 5}

@@ -449,6 +449,50 @@ def test_rank_that_gives_up_ends_the_exchange_of_all() -> None:
     assert any("is in exchange" in str(result) for result in results), results
 
 
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_rank_that_has_ended_is_named_within_a_second(when: str) -> None:
+    own, others = _native.FdChannel(0, NONCE), [_native.FdChannel(1, NONCE)]
+    names = [own.name, others[0].name]
+    ending = threading.Timer(0 if when == "before" else 0.7, others.clear)
+    ending.start()
+    if when == "before":
+        ending.join()
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="rank 1 has left the exchange"):
+        own.exchange(0, names, 0, shared_page(), 20)
+    assert time.monotonic() - begin < (0.5 if when == "before" else 0.7 + 1)
+
+
+def test_slow_rank_is_not_taken_for_one_that_has_ended() -> None:
+    pages = [shared_page() for _ in range(3)]
+
+    def body(rank: int) -> Callable[[_native.FdChannel, list[str]], object]:
+        def takes_part(channel: _native.FdChannel, names: list[str]) -> object:
+            if rank == 2:
+                time.sleep(1.3)
+            handles = channel.exchange(rank, names, 0, pages[rank], 20)
+            return [handle is not None for handle in handles], channel.refused
+
+        return takes_part
+
+    wanted = [([peer != rank for peer in range(3)], 0) for rank in range(3)]
+    assert exchange_in_threads([body(rank) for rank in range(3)]) == wanted
+
+
+def test_what_a_rank_has_sent_before_it_ended_counts() -> None:
+    own, others = _native.FdChannel(0, NONCE), [_native.FdChannel(1, NONCE)]
+    names = [own.name, others[0].name]
+
+    def send_late_and_end() -> None:
+        others[0].send(names[0], 0, shared_page(), 5)
+        others.clear()
+
+    timer = threading.Timer(0.7, send_late_and_end)
+    timer.start()
+    handles = own.exchange(0, names, 0, shared_page(), 20)
+    assert [handle is not None for handle in handles] == [False, True]
+
+
 def test_missing_rank_is_named() -> None:
     results = exchange_in_threads(
         [

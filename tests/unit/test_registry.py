@@ -60,6 +60,22 @@ def test_an_unknown_option_lists_the_known_ones():
         moe_ep.create_communication(ALONE, PARAMS, "torch_dist", lamport=True)
 
 
+@pytest.mark.parametrize("options", [{"lamport": True}, {"lamport": True, "timeout_sec": 3}])
+def test_an_option_that_no_backend_has_is_the_callers_fault_with_auto_too(options):
+    with pytest.raises(TypeError, match="no option lamport; it has: ") as raised:
+        moe_ep.create_communication(ALONE, PARAMS, "auto", **options)
+    for config in (moe_ep.CakeAlltoAllConfig, TorchDistConfig):
+        with pytest.raises(TypeError) as named:
+            moe_ep.create_communication(ALONE, PARAMS, config.backend_name, **options)
+        assert str(named.value) in str(raised.value)
+
+
+def test_options_that_no_backend_has_together_are_the_callers_fault(own_registry):
+    moe_ep.register_communication("ours")(OurCommunication)
+    with pytest.raises(TypeError, match=r"'cake' has no option speed; .*'ours' has no option en"):
+        moe_ep.create_communication(ALONE, PARAMS, "auto", speed=2, enable_rank_mask=True)
+
+
 def test_options_beside_a_config_are_refused():
     with pytest.raises(TypeError, match="options must not be given with a TorchDistConfig"):
         moe_ep.create_communication(ALONE, PARAMS, TorchDistConfig(), timeout_sec=3)

@@ -1,0 +1,50 @@
+"""May a workspace on a GPU be forgotten twice, and is it refused from then on?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_ep import MoEEpStateError
+from moe_ep.cake import kernels
+from tests.backends import Backend, on_shared_gpus
+from tests.conftest import RunOnRanks
+from tests.problems import Problem, expect, problem_of
+from tests.ranks import RankContext
+
+pytestmark = pytest.mark.multirank
+
+
+def forget_twice(context: RankContext) -> list[Problem | None]:
+    """Body: what is said to a check of a workspace that was forgotten, and then initialised."""
+    geometry = kernels.Geometry(
+        ep_size=2,
+        num_experts=4,
+        top_k=2,
+        max_tokens_per_rank=8,
+        dispatch_bytes_per_token=64,
+        combine_bytes_per_token=64,
+    )
+    # The peer takes no part: nothing is sent.
+    segment_bytes = kernels.workspace_size_per_rank(geometry)
+    workspace = torch.zeros(2, segment_bytes, dtype=torch.uint8, device=context.device)
+    said = []
+    for _ in range(2):
+        for _ in range(2):
+            kernels.forget(workspace, geometry, 0)
+        said.append(problem_of(kernels.check, workspace, geometry, 0))
+        for _ in range(2):
+            kernels.initialize(workspace, geometry, 0)
+        said.append(problem_of(kernels.check, workspace, geometry, 0))
+    kernels.forget(workspace, geometry, 0)
+    return said
+
+
+@on_shared_gpus
+def test_a_workspace_can_be_forgotten_and_initialised_twice(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    for said in ranks(1, forget_twice, device=device):
+        for forgotten, initialised in zip(said[::2], said[1::2], strict=True):
+            expect(forgotten, MoEEpStateError, ["was not initialised"])
+            assert initialised is None
