@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from places import Place
 from torch import Tensor
@@ -9,6 +11,7 @@ from variants import Variant
 from workload import Workload
 
 from moe_ep import BootstrapConfig, MoEEpDispatchResult, create_communication
+from moe_ep.cake.kernels import active_rank_mask
 
 
 class Rounds:
@@ -25,8 +28,19 @@ class Rounds:
         self._work = workload
         bootstrap = BootstrapConfig(place.ranks, place.rank, device=place.device)
         self._comm = create_communication(
-            bootstrap, case.params, variant.backend, **variant.options
+            bootstrap, case.params, variant.backend, **variant.options(case.num_experts)
         )
+        self._mask: dict[str, Any] = {}
+        if variant.mask:
+            mask = active_rank_mask(range(place.ranks), place.ranks, place.device)
+            self._mask = {"active_rank_mask": mask}
+        self._stats: dict[str, Any] = {}
+        self._all_stats: Tensor | None = None
+        if variant.stats:
+            ranks = torch.arange(place.ranks, dtype=torch.int32, device=place.device)
+            experts = torch.arange(case.num_experts, dtype=torch.int32, device=place.device)
+            self._all_stats = ranks[:, None] + experts
+            self._stats = {"eplb_local_stats": self._all_stats[place.rank]}
         # In memory that has been written before: on the CPU the first touch of fresh pages costs
         # more than the exchange itself.
         self._output = torch.zeros(
@@ -47,10 +61,12 @@ class Rounds:
             work.topk_ids,
             work.topk_weights,
             hidden_states_scale=work.hidden_states_scale,
+            **self._mask,
+            **self._stats,
         )
 
     def combine(self) -> None:
-        self._comm.combine(self._combine_input(), output=self._output)
+        self._comm.combine(self._combine_input(), output=self._output, **self._mask)
 
     def verify(self) -> None:
         """Run one round, experts included, and check it. Collective.
@@ -61,7 +77,7 @@ class Rounds:
         self.dispatch()
         received = self.received
         assert received is not None
-        self._work.check_dispatch(received)
+        self._check_dispatch(received)
         self._work.evaluate_experts(into=self._combine_input())
         _poison(received)
         self._output.fill_(float("nan"))
@@ -75,7 +91,7 @@ class Rounds:
         received: what that round's dispatch returned.
         """
         assert received is not None, "no round was run"
-        self._work.check_dispatch(received)
+        self._check_dispatch(received)
         self._work.check_combine(self._output)
 
     def check(self) -> None:
@@ -86,6 +102,13 @@ class Rounds:
         """Collective."""
         self.received = None
         self._comm.destroy()
+
+    def _check_dispatch(self, received: MoEEpDispatchResult) -> None:
+        self._work.check_dispatch(received)
+        if self._all_stats is not None:
+            gathered = received.eplb_gathered_stats
+            assert gathered is not None, "dispatch returned no statistics"
+            assert torch.equal(gathered, self._all_stats), "statistics are not those sent"
 
     def _combine_input(self) -> Tensor:
         if self.variant.zero_copy:
@@ -104,5 +127,7 @@ def _poison(received: MoEEpDispatchResult) -> None:
     if received.hidden_states_scale is not None:
         received.hidden_states_scale.view(torch.uint8).fill_(0xFF)
     received.topk_ids.fill_(0x55555555)
+    if received.eplb_gathered_stats is not None:
+        received.eplb_gathered_stats.fill_(-1)
     if received.topk_weights is not None:
         received.topk_weights.fill_(float("nan"))

@@ -20,6 +20,8 @@ class Variant:
         dispatch from combine. On the CPU "eager".
     zero_copy: experts write where combine reads, if the backend can do that.
     pdl: `enable_pdl` of the backend's config; None: as it decides.
+    mask: all ranks are active, by a mask on the device that the kernels look at.
+    stats: statistics of every expert travel with dispatch.
     """
 
     label: str
@@ -27,13 +29,18 @@ class Variant:
     mode: str
     zero_copy: bool
     pdl: bool | None = None
+    mask: bool = False
+    stats: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Settings for create_communication."""
+    def options(self, num_experts: int) -> dict[str, Any]:
+        """Return settings for create_communication."""
         options: dict[str, Any] = {"timeout_sec": TIMEOUT_SEC}
         if self.pdl is not None:
             options["enable_pdl"] = self.pdl
+        if self.mask:
+            options["enable_rank_mask"] = True
+        if self.stats:
+            options["eplb_stats_num_experts"] = num_experts
         return options
 
     @property
@@ -51,6 +58,8 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "no-pdl": {"pdl": False},
     "zero-copy": {"zero_copy": True},
     "copy": {"zero_copy": False},
+    "mask": {"mask": True},
+    "stats": {"stats": True},
 }
 CUDA_MODIFIERS = ("graph", "steady", "phases", "pdl", "no-pdl")
 

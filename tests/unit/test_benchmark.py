@@ -94,8 +94,8 @@ def test_settings_run_against_each_other_on_several_numbers_of_ranks(tmp_path: P
     out = tmp_path / "out.json"
     sizes = ["--hidden-size", "40", "--tokens", "3", "--num-experts", "4", "--top-k", "2"]
     result = run_benchmark(
-        *["--ranks", "1", "2", *sizes, "--backends", "cake,cake:copy", "--iterations", "5"],
-        *["--dispatch-format", "mxfp8", "--json", str(out)],
+        *["--ranks", "1", "2", *sizes, "--backends", "cake,cake:copy:mask:stats"],
+        *["--iterations", "5", "--dispatch-format", "mxfp8", "--json", str(out)],
     )
     assert result.returncode == 0, result.stderr
     cases = json.loads(out.read_text())["cases"]
