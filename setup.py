@@ -38,6 +38,7 @@ OPS_SOURCES = [
 OPS_CUDA_SOURCES = [
     "csrc/cake/combine_bulk.cu",
     "csrc/cake/combine_direct.cu",
+    "csrc/cake/combine_push.cu",
     "csrc/cake/combine_quantized.cu",
     "csrc/cake/copy_outputs.cu",
     "csrc/cake/cuda_launch.cu",

@@ -12,6 +12,10 @@ namespace moe_ep::cake {
 // Each launches one kernel and does not wait for it. cudaErrorInvalidValue: rows or steps so large
 // that their pieces cannot be counted in 31 bits (a row of 16 GiB, 1 TiB of output).
 
+// Very few tokens: their owners push the rows to the source, as packets. p.tokens_per_rank is at
+// most push_tokens, see paths.h.
+cudaError_t launch_combine_push(const CombineKernelParams& p, const CudaContext& context);
+
 // Few tokens: summed from registers, all rows of a token in flight.
 cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContext& context);
 

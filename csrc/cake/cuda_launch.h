@@ -20,7 +20,8 @@ inline bool all_payloads_are_aligned(const DispatchKernelParams& p) {
                      [](bool is_aligned) { return is_aligned; });
 }
 
-// Of the current device: under MPS this is the process's share already.
+// How many multiprocessors of the current device a grid should fill: less than there are, and under
+// MPS less than the process's share.
 cudaError_t multiprocessor_count(int* count);
 
 struct LaunchShape {

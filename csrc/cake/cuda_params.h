@@ -24,6 +24,7 @@ struct DeviceWorkspace {
   WorkspaceLayout layout;
   uint64_t dispatch_slot_bytes;  // of PacketSlots
   uint64_t stats_slot_bytes;
+  uint64_t combine_slot_bytes;
   StatusPage* page;  // pinned host memory
   uint64_t timeout_ns;
   int32_t timeout_sec;
@@ -69,7 +70,7 @@ struct DispatchKernelParams {
 
 struct CombineKernelParams {
   DeviceWorkspace workspace;
-  uint32_t signature;  // of row_type and hidden_size
+  uint32_t signature;  // of row_type, hidden_size, and whether rows are pushed or pulled
 
   int32_t num_tokens;
   int32_t tokens_per_rank;

@@ -102,7 +102,15 @@ cudaError_t launch_dispatch_bulk(const DispatchKernelParams& p, const CudaContex
   if (error != cudaSuccess) return error;
 
   // By tokens_per_rank and not by num_tokens: an SM more is needed for blank rows just as well.
-  BulkDispatchParams params{.dispatch = p, .pipeline = {}, .table = {}};
+  BulkDispatchParams params{
+      .dispatch = p,
+      .pipeline = {},
+      .table = {},
+      .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
+      .ids_are_usual = false,
+  };
+  params.ids_are_usual =
+      params.owners.are_even && p.ids_are_vectors && p.workspace.top_k == UsualIds::kIds;
   params.table = RouteTableShape::of(p.workspace.ep_size, p.tokens_per_rank);
   const int table_bytes = params.table.bytes(p.workspace.ep_size);
   params.pipeline = pipeline_shape(record_bytes(p), p.tokens_per_rank, multiprocessors,

@@ -13,6 +13,7 @@
 #include "cake/cuda_params.h"
 #include "cake/device/agreement.cuh"
 #include "cake/device/bounded_wait.cuh"
+#include "cake/device/destinations.cuh"
 #include "cake/device/dispatch_tail.cuh"
 #include "cake/device/memory_access.cuh"
 #include "cake/device/picks.cuh"
@@ -30,6 +31,8 @@ struct BulkDispatchParams {
   DispatchKernelParams dispatch;
   PipelineShape pipeline;
   RouteTableShape table;
+  EvenOwners owners;
+  bool ids_are_usual;  // eight int32 a token, aligned; all ranks own the same number of experts
 };
 
 // Sends the parts at hand while they are of tokens before `end`, whose rows the table knows.
@@ -107,7 +110,13 @@ __global__ void __launch_bounds__(kBulkDispatchThreads, 1)
     const auto fill = [&] {
       if (first == 0) pipeline.fill();
     };
-    if constexpr (kAllInBulk) {
+    if constexpr (kAllInBulk && kWords == 1) {
+      if (params.ids_are_usual) {
+        table.scan_usual(params.owners, active, static_cast<int32_t>(first), fill);
+      } else {
+        table.template scan<kLoads>(active, static_cast<int32_t>(first), fill);
+      }
+    } else if constexpr (kAllInBulk) {
       table.template scan<kLoads>(active, static_cast<int32_t>(first), fill);
     } else {
       table.template scan<kLoads>(active, static_cast<int32_t>(first), [] {});

@@ -14,10 +14,7 @@ namespace {
 static_assert(kMaxDirectDispatchTokens <= DirectRoutes::kMaxTokens);
 static_assert(kMaxDirectDispatchRanks <= kWarpSize);
 
-// A CTA costs a release and an arrival at each peer. Larger ones where the multiprocessors would
-// otherwise have more than a piece a warp (to be measured: larger ones, or two a multiprocessor,
-// in any case).
-constexpr int kThreads = 512;
+constexpr int kThreads = kDirectDispatchThreads;
 static_assert(kThreads >= DirectRoutes::kMaxTokens);
 static_assert(kThreads >= kMaxDirectDispatchRanks, "a thread signals to a rank");
 
@@ -37,6 +34,7 @@ DirectDispatchParams in_pieces(const DispatchKernelParams& p) {
       .pieces = pieces,
       .by_pieces = FastDivider(std::max(pieces, 1)),
       .group_bits = 0,
+      .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
   };
   std::copy_n(row_chunks, kMaxPayloads, params.row_chunks);
   std::copy_n(pieces_end, kMaxPayloads, params.pieces_end);
@@ -61,17 +59,19 @@ cudaError_t launch_dispatch_direct(const DispatchKernelParams& p, const CudaCont
   int multiprocessors = 0;
   const cudaError_t error = multiprocessor_count(&multiprocessors);
   if (error != cudaSuccess) return error;
-  const bool fits = tasks <= static_cast<int64_t>(multiprocessors) * (kThreads / kWarpSize);
-  const int threads = fits ? kThreads : kMaxDirectDispatchThreads;
-  const int64_t warps = threads / kWarpSize;
+  constexpr int64_t warps = kThreads / kWarpSize;
   const LaunchShape shape{
       .ctas = static_cast<int>(
-          std::clamp<int64_t>((tasks + warps - 1) / warps, 1, std::min(multiprocessors, 65535))),
-      .threads = threads,
+          std::clamp<int64_t>((tasks + warps - 1) / warps, 1,
+                              std::min(multiprocessors * kDirectDispatchCtasPerSm, 65535))),
+      .threads = kThreads,
       .shared_bytes = 0,
   };
-  auto* const kernel =
-      p.ids_are_int64 ? &dispatch_direct_kernel<int64_t> : &dispatch_direct_kernel<int32_t>;
+  const bool is_usual =
+      params.owners.are_even && p.ids_are_vectors && p.workspace.top_k == UsualIds::kIds;
+  auto* const kernel = is_usual          ? &dispatch_direct_kernel<UsualIdShare>
+                       : p.ids_are_int64 ? &dispatch_direct_kernel<IdShare<int64_t>>
+                                         : &dispatch_direct_kernel<IdShare<int32_t>>;
   const cudaError_t launched = launch(kernel, shape, context, params);
   return launched != cudaSuccess ? launched : launch_copy_outputs(p, context);
 }

@@ -27,7 +27,11 @@
 
 namespace moe_ep::cake {
 
-inline constexpr int kMaxDirectDispatchThreads = 1024;  // hence at most 64 registers a thread
+// Small CTAs: those of several ranks find room beside each other on a multiprocessor, where one of
+// 1024 threads would wait until another rank's had ended, and its share of the rows with it (7 us
+// of a round of 23 us, EP4 on one GPU). At most 64 registers a thread.
+inline constexpr int kDirectDispatchThreads = 256;
+inline constexpr int kDirectDispatchCtasPerSm = 1024 / kDirectDispatchThreads;
 // A piece is what a warp moves at once: 1 KiB was best on an H200, rows of 14336 bytes.
 inline constexpr int kChunksPerLane = 2;
 inline constexpr int32_t kPieceChunks = kChunksPerLane * kWarpSize;
@@ -39,6 +43,7 @@ struct DirectDispatchParams {
   int32_t pieces;                    // of a token
   FastDivider by_pieces;
   int32_t group_bits;  // groups of 32 tokens in tokens_per_rank: at most 2 to that
+  EvenOwners owners;
 };
 
 // Part of a row of one payload, on its way.
@@ -173,8 +178,8 @@ __device__ inline void signal_peers(const DispatchKernelParams& p, const RankSet
              leads ? kArrivalsPerRound - others : 1);
 }
 
-template <typename Id>
-__global__ void __launch_bounds__(kMaxDirectDispatchThreads, 1)
+template <typename Ids>
+__global__ void __launch_bounds__(kDirectDispatchThreads, kDirectDispatchCtasPerSm)
     dispatch_direct_kernel(const __grid_constant__ DirectDispatchParams params) {
   __shared__ DirectRoutes routes;
   const DispatchKernelParams& p = params.dispatch;
@@ -186,20 +191,20 @@ __global__ void __launch_bounds__(kMaxDirectDispatchThreads, 1)
   // end, with the warps that have fewer pieces.
   const auto warp = static_cast<int32_t>(warp_in_cta * gridDim.x + blockIdx.x);
   const int32_t first_pick = step - 1 - warp;
-  routes.clear();
+  if constexpr (Ids::kAddsToRoutes) routes.clear();
 
   wait_for_previous_kernel();
   // All these loads fly together. Those last whose values the compiler wants in uniform registers:
   // the move waits for the load.
-  IdShare<Id> ids(p, params.group_bits, warp_in_cta);
+  Ids ids(p, params.group_bits, warp_in_cta);
   RowPiece pieces[2] = {load_piece(params, warp), load_piece(params, warp + step)};
   Pick pick{};
   if (first_pick < p.num_tokens) pick = load_pick(p, first_pick);
   const bool failed = has_failed(p.workspace);
   const uint32_t epoch = own_segment(p.workspace).state()->dispatch_epoch + 1;
   const RankSet<1> active = active_ranks<1>(p.workspace, p.active);
-  __syncthreads();  // the routes are clear
-  ids.add_to(routes, active, warps_in_cta);
+  if constexpr (Ids::kAddsToRoutes) __syncthreads();  // the routes are clear
+  ids.add_to(routes, params.owners, active, warps_in_cta);
 
   // Threads may differ in what they saw of a failure; behind the barrier they agree.
   if (__syncthreads_or(failed)) {

@@ -51,7 +51,7 @@ cudaError_t launch_dispatch_packets(const DispatchKernelParams& p, const CudaCon
   const int per_sm = inputs == PacketInputs::kUsual ? kPacketCtasPerSm<PacketInputs::kUsual>
                                                     : kPacketCtasPerSm<PacketInputs::kAny>;
   constexpr int64_t kWarps = kPacketThreads / kWarpSize;
-  const int64_t wanted = (1 + tasks + kWarps - 1) / kWarps;  // and a warp that keeps the books
+  const int64_t wanted = (kBookWarps + tasks + kWarps - 1) / kWarps;
   const int64_t most = int64_t{multiprocessors} * per_sm;
   const LaunchShape shape{
       .ctas = static_cast<int>(std::max<int64_t>(std::min(most, wanted), 1)),

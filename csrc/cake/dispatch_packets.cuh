@@ -33,6 +33,8 @@
 namespace moe_ep::cake {
 
 inline constexpr int kPacketThreads = 128;
+inline constexpr int kBookWarps = 2;
+static_assert(kBookWarps <= kPacketThreads / kWarpSize);
 // At most, see the launcher. To be measured: 4 against 2 from 4 tokens and 8 ranks on, where a warp
 // has several tasks.
 template <PacketInputs kInputs>
@@ -98,11 +100,13 @@ template <int kWords, PacketInputs kInputs>
 __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
     dispatch_packets(const __grid_constant__ PacketDispatchParams params) {
   const DispatchKernelParams& p = params.dispatch;
-  // Neighbours in the list of tasks are on different SMs; warp 0 keeps the books.
+  // Neighbours in the list of tasks are on different SMs; the first two warps keep the books.
   const auto warp = static_cast<int32_t>(threadIdx.x / kWarpSize * gridDim.x + blockIdx.x);
-  WarpShare share{warp - 1, static_cast<int32_t>(gridDim.x * (kPacketThreads / kWarpSize)) - 1};
+  WarpShare share{warp - kBookWarps,
+                  static_cast<int32_t>(gridDim.x * (kPacketThreads / kWarpSize)) - kBookWarps};
   const int32_t rows = p.num_tokens * params.record.pieces;
-  const bool keeps_books = warp == 0;
+  const bool announces = warp == 0;
+  const bool keeps_books = warp < kBookWarps;
   const bool sends = !keeps_books && share.first < rows;
 
   // Addresses are worked out before the wait.
@@ -126,7 +130,7 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
   Routes<kWords> routes{};
   TokenIds<kWords, kInputs> ids;
   ThreadWords words;
-  if (keeps_books || sends) ids = TokenIds<kWords, kInputs>::load(p, id_address);
+  if (announces || sends) ids = TokenIds<kWords, kInputs>::load(p, id_address);
   if (sends) words = send.load<kInputs>(params);
   Round<kWords> round;
   if constexpr (kInputs == PacketInputs::kUsual) {
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
     round.active = active_ranks<kWords>(p.workspace, p.active);
   }
   round.signature = round_signature(p, round.active);
-  if ((keeps_books || sends) && lane_id() < p.num_tokens) {
+  if ((announces || sends) && lane_id() < p.num_tokens) {
     routes.of_token = ids.ranks(params, round.active);
   }
   round.epoch = __shfl_sync(kAllLanes, state_word, 0) + 1;
@@ -148,10 +152,12 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
     }
     if (!only_receives) receive = ReceiveJob::of(params, share.first);
     receive_share<kWords, kInputs>(params, round, failed, receive, share);
-  } else if (!failed) {
-    keep_books(p, round, routes);
+  } else if (failed) {
+    if (announces) keep_nothing(p);
+  } else if (announces) {
+    announce_rows(p, round, routes);
   } else {
-    keep_nothing(p);
+    keep_counts(p, round);
   }
   allow_next_kernel();
 }

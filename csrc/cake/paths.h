@@ -1,6 +1,7 @@
-// Which way a step goes: one table. Whether as packets follows from sizes that all ranks share, so
-// that all go the same way. Rows in place look the same to their receiver, whether they come
-// directly or in bulk: headers and arrivals are the same, and each rank chooses for itself.
+// Which way a step goes: one table. Whether as packets, in dispatch and in combine, follows from
+// sizes that all ranks share, so that all go the same way. Rows in place look the same to their
+// receiver, whether they come directly or in bulk: headers and arrivals are the same, and each rank
+// chooses for itself.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +43,16 @@ constexpr DispatchPath dispatch_path(const Geometry& g, int32_t tokens_per_rank,
   return is_direct ? DispatchPath::kDirectRows : DispatchPath::kBulkRows;
 }
 
-enum class CombinePath { kDirect, kBulkRows };
+enum class CombinePath { kPush, kDirect, kBulkRows };
+
+// So many tokens a rank, at most, get their rows pushed by the owners, as packets; to be measured.
+// A pull costs an ordered flag and then a read over the link; a push has a third more bytes to
+// move.
+constexpr int32_t push_tokens(const Geometry& g) {
+  constexpr int64_t kMaxPushedRowBytes = 1 << 20;  // offsets in a row and in a slot are 32 bits
+  if (g.combine_bytes_per_token > kMaxPushedRowBytes) return 0;
+  return std::min(g.low_latency_tokens, g.max_destinations() <= 4 ? 8 : 4);
+}
 
 // Few rows are summed from registers, with all loads of a piece in flight: 18 % faster at 128
 // tokens and EP2, 2 % slower at EP8. Many go through shared memory, as in dispatch.
@@ -50,9 +60,26 @@ inline constexpr int32_t kMaxDirectTokens = 128;
 inline constexpr int64_t kMaxDirectRows = 512;
 
 constexpr CombinePath combine_path(const Geometry& g, int32_t tokens_per_rank) {
+  if (push_tokens(g) > 0 && tokens_per_rank <= push_tokens(g)) return CombinePath::kPush;
   const bool is_direct = tokens_per_rank <= kMaxDirectTokens &&
                          int64_t{tokens_per_rank} * g.max_destinations() <= kMaxDirectRows;
   return is_direct ? CombinePath::kDirect : CombinePath::kBulkRows;
 }
+
+namespace path_checks {
+
+// Exactly the steps up to push_tokens are pushed, and there are slots for their rows.
+constexpr bool pushes(int32_t ep_size, int32_t low_latency_tokens, int64_t row_bytes) {
+  const Geometry g{ep_size, 256, 8, 64, row_bytes, row_bytes, 0, low_latency_tokens};
+  const int32_t most = push_tokens(g);
+  if (most > low_latency_tokens || combine_path(g, most + 1) == CombinePath::kPush) return false;
+  return most > 0 && combine_path(g, most) == CombinePath::kPush &&
+         combine_path(g, 0) == CombinePath::kPush;
+}
+
+static_assert(pushes(2, 32, 14336) && pushes(4, 32, 2) && pushes(8, 8, 14336) && pushes(256, 2, 1));
+static_assert(!pushes(8, 0, 14336) && !pushes(8, 8, int64_t{1} << 21));
+
+}  // namespace path_checks
 
 }  // namespace moe_ep::cake

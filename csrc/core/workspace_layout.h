@@ -131,8 +131,9 @@ MOE_EP_HOST_DEVICE constexpr uint64_t max_payload_pitch(const Geometry& g) {
 // taken for new.
 //
 // A record is a token's rows, ids and weights as chunks of 16 bytes, each part padded to whole
-// chunks. Three chunks make four packets, and one thread's work: of Q threads, thread q has the
-// chunks q, q + Q, q + 2Q and the packets q, q + Q, q + 2Q, q + 3Q, so that both are coalesced.
+// chunks; in combine it is one row. Three chunks make four packets, and one thread's work: of Q
+// threads, thread q has the chunks q, q + Q, q + 2Q and the packets q, q + Q, q + 2Q, q + 3Q, so
+// that both are coalesced.
 struct PacketSlots {
   static constexpr uint64_t kChunksPerThread = 3;
   static constexpr uint64_t kPacketsPerThread = 4;
@@ -148,6 +149,9 @@ struct PacketSlots {
   MOE_EP_HOST_DEVICE static constexpr uint64_t of_dispatch(const Geometry& g) {
     return bytes(max_payload_pitch(g) / kRowAlignment +
                  2 * chunks_of_words(static_cast<uint64_t>(g.top_k)));
+  }
+  MOE_EP_HOST_DEVICE static constexpr uint64_t of_combine(const Geometry& g) {
+    return bytes(row_pitch(g.combine_bytes_per_token) / kRowAlignment);
   }
   MOE_EP_HOST_DEVICE static constexpr uint64_t of_stats(const Geometry& g) {
     return bytes(chunks_of_words(static_cast<uint64_t>(g.eplb_stats_num_experts)));
@@ -176,7 +180,8 @@ struct WorkspaceLayout {
   // Small steps on CUDA, see PacketSlots: [ep_size, low_latency_tokens] slots, block r written by
   // rank r.
   Region dispatch_packets;
-  Region stats_packets;  // [ep_size] slots
+  Region stats_packets;    // [ep_size] slots
+  Region combine_packets;  // as dispatch_packets; row i of block p is p's row for our i-th there
   uint64_t segment_bytes = 0;
 
   // What `initialize` zeroes begins at 0 and ends here; behind it only the packets need zeros.
@@ -209,6 +214,7 @@ struct WorkspaceLayout {
     const auto slots = ranks * static_cast<uint64_t>(g.low_latency_tokens);
     w.dispatch_packets = builder.take(slots * PacketSlots::of_dispatch(g));
     w.stats_packets = builder.take(g.low_latency_tokens > 0 ? ranks * PacketSlots::of_stats(g) : 0);
+    w.combine_packets = builder.take(slots * PacketSlots::of_combine(g));
     w.segment_bytes = builder.total();
     return w;
   }

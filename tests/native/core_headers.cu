@@ -21,6 +21,11 @@ namespace moe_ep {
 MOE_EP_HOST_DEVICE constexpr Geometry geometry() { return {8, 256, 8, 4096, 14336, 14336, 256, 8}; }
 static_assert(WorkspaceLayout::of(geometry()).segment_bytes % kRegionAlignment == 0);
 static_assert(WorkspaceLayout::of(geometry()).payloads.bytes >= uint64_t{8} * 4096 * 14336);
+// 896 chunks of a row are dealt to 299 threads with four packets each; 8 ranks have 8 slots.
+static_assert(PacketSlots::of_combine(geometry()) == 299 * 4 * 16);
+static_assert(WorkspaceLayout::of(geometry()).combine_packets.bytes == 8 * 8 * 299 * 4 * 16);
+static_assert(WorkspaceLayout::of(geometry()).combine_packets.offset >=
+              WorkspaceLayout::of(geometry()).end_of_control());
 static_assert(ExpertPartition(10, 4).of_rank(1).first == 3);
 static_assert(ExpertPartition(2, 4).owner_of(1) == 1);
 static_assert(epoch_reached(0, 0xFFFFFFFF) && !epoch_reached(0xFFFFFFFF, 0));
@@ -33,6 +38,7 @@ MOE_EP_HOST_DEVICE inline void evaluate(uint32_t* out) {
   const WorkspaceLayout layout = WorkspaceLayout::of(geometry());
   out[n++] = static_cast<uint32_t>(layout.segment_bytes);
   out[n++] = static_cast<uint32_t>(layout.combine_rows.offset >> 8);
+  out[n++] = static_cast<uint32_t>(layout.combine_packets.offset >> 8);
   const int64_t row_bytes[] = {7168, 224};
   out[n++] = static_cast<uint32_t>(PayloadPlacement::of(geometry(), 100, row_bytes, 2).offset[1]);
   const ExpertPartition partition(30, 8);

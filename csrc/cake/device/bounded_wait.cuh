@@ -37,7 +37,12 @@ class Patience {
   // Counts a poll that did not succeed. True: give up; the time-out is recorded.
   __device__ bool exhausted(const DeviceWorkspace& workspace, Phase phase, int32_t peer,
                             uint32_t expected, uint32_t seen) {
-    if ((++polls_ & 63) != 0) return false;
+    return counts_to_look() && has_run_out(workspace, phase, peer, expected, seen);
+  }
+  // The same in two steps, where it costs something to know the peer.
+  __device__ bool counts_to_look() { return (++polls_ & 63) == 0; }
+  __device__ bool has_run_out(const DeviceWorkspace& workspace, Phase phase, int32_t peer,
+                              uint32_t expected, uint32_t seen) {
     const uint64_t now = now_ns();
     if (started_ == 0) started_ = now;
     if (has_failed(workspace)) return true;

@@ -1,5 +1,5 @@
-// How every combine kernel begins: the expert rows of this rank are published, those of the others
-// awaited.
+// How combine kernels that pull begin: the expert rows of this rank are published, those of the
+// others awaited. combine_push exchanges the same flags beside its rows.
 //
 // A flag {epoch, signature} goes from each owner p to each active source s, into slot p of s, when
 // all rows are complete at p: by CTA 0 at once if the experts wrote them in place, else by the warp
@@ -106,6 +106,15 @@ __device__ inline void publish_rows_in_place(const CombineKernelParams& p,
   }
 }
 
+// By one warp, which knows that all rows have been read from where the experts left them.
+__device__ inline void publish_read_rows(const CombineKernelParams& p, const CombineRound& round) {
+#pragma unroll 1
+  for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
+    if (!round.is_active(source)) continue;
+    signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature());
+  }
+}
+
 // By all threads of every CTA, where the experts did not write their rows in place.
 __device__ inline void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
                                               StageTable& table) {
@@ -116,13 +125,7 @@ __device__ inline void stage_and_publish_rows(const CombineKernelParams& p, cons
     if (!round.is_active(source)) return -1;
     return round.misused() ? 0 : recv_counts[source];
   };
-  const auto publish = [&] {
-    for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
-      if (!round.is_active(source)) continue;
-      signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature());
-    }
-  };
-  stage_rows(p, plan, num_rows, publish, table);
+  stage_rows(p, plan, num_rows, [&] { publish_read_rows(p, round); }, table);
 }
 
 __device__ inline void record_combine_disagreement(const DeviceWorkspace& workspace) {
@@ -161,14 +164,14 @@ __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& pla
   }
 }
 
-// By the warp that speaks with the peers, of every CTA. False: sums may not be formed. One lane a
-// peer looks: thousands of pollers of one line delay the flag itself.
-template <bool kStaged>
-__device__ bool exchange_flags(const CombineKernelParams& p) {
+// By the warp that speaks with the peers, of every CTA. publishes_at_once: nobody does it later.
+// False: sums may not be formed. One lane a peer looks: thousands of pollers of one line delay the
+// flag itself.
+__device__ inline bool exchange_flags(const CombineKernelParams& p, bool publishes_at_once) {
   const PeerAddresses addresses(p);
   const CombineRound round(p, addresses.state);
   if (blockIdx.x == 0) {
-    if constexpr (!kStaged) publish_rows_in_place(p, round, addresses.flag_there);
+    if (publishes_at_once) publish_rows_in_place(p, round, addresses.flag_there);
     if (lane_id() == 0 && !round.failed()) {
       addresses.state->dispatch_epoch = round.epoch();
       addresses.state->dispatch_items = 0;
@@ -183,6 +186,11 @@ __device__ bool exchange_flags(const CombineKernelParams& p) {
     flag = flag_at(p, p.workspace.ep_rank, owner + kWarpSize);
   }
   return ready;
+}
+
+template <bool kStaged>
+__device__ bool exchange_flags(const CombineKernelParams& p) {
+  return exchange_flags(p, !kStaged);
 }
 
 // By all threads of a CTA; `ready` is what exchange_flags has said, and true for the other warps.

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cake/cuda_params.h"
+#include "cake/device/destinations.cuh"
 #include "cake/device/route_table.cuh"
 #include "cake/device/routing.cuh"
 
@@ -53,18 +54,13 @@ class DirectRoutes {
           p.partition.owner_of(is_expert ? static_cast<int32_t>(ids.values[i]) : 0);
       ranks |= is_expert ? 1u << owner : 0;
     }
-    ranks &= group * kGroupTokens + lane_id() < p.num_tokens ? active.words[0] : 0;
-    constexpr int32_t kBatch = 8;  // ballots that fly together
-    uint32_t column = 0;
-#pragma unroll 1
-    for (int32_t first = 0; first < p.workspace.ep_size; first += kBatch) {
-#pragma unroll
-      for (int32_t i = 0; i < kBatch; ++i) {
-        const uint32_t tokens = __ballot_sync(kAllLanes, (ranks >> (first + i)) & 1);
-        if (lane_id() == first + i) column = tokens;
-      }
-    }
+    const uint32_t column = column_of(p, active, group, ranks);
     if (column != 0) atomicOr(&columns_[group][lane_id()], column);
+  }
+  // For one warp: all ranks of token 32 * group + lane. Takes the place of `clear` for the group.
+  __device__ void set(const DispatchKernelParams& p, const RankSet<1>& active, int32_t group,
+                      uint32_t ranks) {
+    columns_[group][lane_id()] = column_of(p, active, group, ranks);
   }
 
   // At this lane's rank; behind a barrier.
@@ -95,6 +91,23 @@ class DirectRoutes {
   }
 
  private:
+  // The tokens of a group that go to this lane's rank; `ranks`: those of token 32 * group + lane.
+  __device__ static uint32_t column_of(const DispatchKernelParams& p, const RankSet<1>& active,
+                                       int32_t group, uint32_t ranks) {
+    ranks &= group * kGroupTokens + lane_id() < p.num_tokens ? active.words[0] : 0;
+    constexpr int32_t kBatch = 8;  // ballots that fly together
+    uint32_t column = 0;
+#pragma unroll 1
+    for (int32_t first = 0; first < p.workspace.ep_size; first += kBatch) {
+#pragma unroll
+      for (int32_t i = 0; i < kBatch; ++i) {
+        const uint32_t tokens = __ballot_sync(kAllLanes, (ranks >> (first + i)) & 1);
+        if (lane_id() == first + i) column = tokens;
+      }
+    }
+    return column;
+  }
+
   // Of a group of 32 tokens and a rank: bit i tells whether the group's token i goes there.
   uint32_t columns_[kDirectGroups][kWarpSize];
 };
@@ -103,13 +116,16 @@ class DirectRoutes {
 template <typename Id>
 class IdShare {
  public:
+  static constexpr bool kAddsToRoutes = true;  // these must be clear
+
   // group_bits: there are at most 2 to that groups.
   __device__ IdShare(const DispatchKernelParams& p, int32_t group_bits, int32_t warp_in_cta)
       : p_(p), group_bits_(group_bits), unit_(warp_in_cta) {
     load();
   }
 
-  __device__ void add_to(DirectRoutes& routes, const RankSet<1>& active, int32_t warps_in_cta) {
+  __device__ void add_to(DirectRoutes& routes, const EvenOwners&, const RankSet<1>& active,
+                         int32_t warps_in_cta) {
 #pragma unroll 1
     while (first_id() < p_.workspace.top_k) {
       if (has_tokens()) routes.add(p_, active, group(), ids_);
@@ -132,6 +148,32 @@ class IdShare {
   int32_t group_bits_;
   int32_t unit_;  // the groups with their first ids, then with their next, and so on
   SomeIds<Id> ids_{};
+};
+
+// The same for usual ids, a warp a group: 1 us less in front of the first row.
+class UsualIdShare {
+ public:
+  static constexpr bool kAddsToRoutes = false;
+
+  __device__ UsualIdShare(const DispatchKernelParams& p, int32_t, int32_t warp_in_cta)
+      : p_(p), group_(warp_in_cta) {
+    if (!has_tokens()) return;
+    const int32_t token = min(group_ * kGroupTokens + lane_id(), p.num_tokens - 1);
+    ids_ = UsualIds::load(UsualIds::address(p, token));
+  }
+
+  __device__ void add_to(DirectRoutes& routes, const EvenOwners& owners, const RankSet<1>& active,
+                         int32_t) {
+    if (group_ >= kDirectGroups) return;
+    routes.set(p_, active, group_, has_tokens() ? ids_.owners(owners) : 0);
+  }
+
+ private:
+  __device__ bool has_tokens() const { return group_ * kGroupTokens < p_.num_tokens; }
+
+  const DispatchKernelParams& p_;
+  int32_t group_;
+  UsualIds ids_{};
 };
 
 }  // namespace moe_ep::cake

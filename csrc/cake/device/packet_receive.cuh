@@ -8,6 +8,7 @@
 #include "cake/device/bounded_wait.cuh"
 #include "cake/device/memory_access.cuh"
 #include "cake/device/packet_round.cuh"
+#include "cake/device/packets.cuh"
 #include "cake/device/record.cuh"
 #include "cake/device/record_access.cuh"
 #include "cake/device/routing.cuh"
@@ -21,7 +22,6 @@ template <int kWords>
 __device__ bool receive_piece(const RecordShape& shape, const uint8_t* packets, int32_t q,
                               int32_t source, int32_t row, uint32_t epoch,
                               Announcements<kWords>& sources, ThreadWords& words) {
-  const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
   sources.look_at(source);
   Patience patience;
   for (;;) {  // header and row are looked at together
@@ -31,15 +31,10 @@ __device__ bool receive_piece(const RecordShape& shape, const uint8_t* packets, 
     if (!known) header = sources.load();
     bool ready = true;
     if (q < shape.threads) {
-      uint4 packet[kPacketsPerThread];
-      const uint8_t* at = packets;
-#pragma unroll
-      for (int j = 0; j < kPacketsPerThread; ++j, at += step) packet[j] = load_packet(at);
-#pragma unroll
-      for (int j = 0; j < kPacketsPerThread; ++j) {
-        ready &= packet[j].w == epoch;
-        words.set_packet(j, packet[j]);
-      }
+      ThreadPackets arriving;
+      arriving.load(packets, shape);
+      ready = arriving.are_of(epoch);
+      words = arriving.words();
     }
     if (!known) {
       sources.take(header);

@@ -6,7 +6,7 @@
 
 #include "cake/cuda_params.h"
 #include "cake/device/destinations.cuh"
-#include "cake/device/memory_access.cuh"
+#include "cake/device/packets.cuh"
 #include "cake/device/record.cuh"
 #include "cake/device/routing.cuh"
 #include "core/fast_divide.h"
@@ -118,15 +118,5 @@ struct TokenIds<kWords, PacketInputs::kUsual> {
     return {all.owners(params.owners) & active.words[0]};
   }
 };
-
-// `at`: this thread's first packet.
-__device__ inline void store_packets(uint8_t* at, const RecordShape& shape,
-                                     const ThreadWords& words, uint32_t epoch) {
-  const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
-#pragma unroll
-  for (int j = 0; j < kPacketsPerThread; ++j, at += step) {
-    store_packet(at, words.packet(j, epoch));
-  }
-}
 
 }  // namespace moe_ep::cake

@@ -6,6 +6,7 @@
 #include "cake/cuda_params.h"
 #include "cake/device/announcements.cuh"
 #include "cake/device/packet_round.cuh"
+#include "cake/device/packets.cuh"
 #include "cake/device/record.cuh"
 #include "cake/device/record_access.cuh"
 #include "cake/device/routing.cuh"

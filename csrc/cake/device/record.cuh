@@ -1,109 +1,13 @@
-// A token's record as a thread sees it: three chunks of 16 bytes, which are four packets. The order
-// of the chunks is payloads, ids, weights; see PacketSlots for the mapping to threads and packets.
+// Where the chunks of a token's record lie, on both sides of a dispatch: payloads, then ids, then
+// weights. How they become packets is in packets.cuh.
 #pragma once
 
 #include <cstdint>
 
 #include "cake/cuda_params.h"
-#include "cake/device/memory_access.cuh"
-#include "cake/device/routing.cuh"
-#include "cake/device/workspace.cuh"
-#include "core/fast_divide.h"
+#include "core/workspace_layout.h"
 
 namespace moe_ep::cake {
-
-inline constexpr int kChunksPerThread = PacketSlots::kChunksPerThread;
-inline constexpr int kPacketsPerThread = PacketSlots::kPacketsPerThread;
-inline constexpr int kWordsPerChunk = 4;
-
-// How a run of chunks is dealt to the threads and warps of both sides.
-struct RecordShape {
-  int32_t threads;  // q of thread q is below this
-  int32_t pieces;   // of 32 threads: a warp's share
-
-  static constexpr RecordShape of(int32_t chunks) {
-    const auto threads = static_cast<int32_t>(PacketSlots::threads(static_cast<uint64_t>(chunks)));
-    return {threads, (threads + kWarpSize - 1) / kWarpSize};
-  }
-  MOE_EP_HOST_DEVICE constexpr int32_t chunk(int32_t q, int k) const { return k * threads + q; }
-  // From the start of the slot.
-  MOE_EP_HOST_DEVICE constexpr uint64_t packet_offset(int32_t q, int j) const {
-    return (static_cast<uint64_t>(j) * static_cast<uint32_t>(threads) + static_cast<uint32_t>(q)) *
-           PacketSlots::kPacketBytes;
-  }
-};
-
-// The words of a thread: those of its chunks in order, and those of its packets without the epochs.
-struct ThreadWords {
-  uint32_t words[kChunksPerThread * kWordsPerChunk];
-
-  MOE_EP_HOST_DEVICE constexpr uint4 chunk(int k) const {
-    return uint4{words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]};
-  }
-  MOE_EP_HOST_DEVICE constexpr void set_chunk(int k, uint4 v) {
-    words[4 * k] = v.x;
-    words[4 * k + 1] = v.y;
-    words[4 * k + 2] = v.z;
-    words[4 * k + 3] = v.w;
-  }
-  MOE_EP_HOST_DEVICE constexpr uint4 packet(int j, uint32_t epoch) const {
-    return uint4{words[3 * j], words[3 * j + 1], words[3 * j + 2], epoch};
-  }
-  MOE_EP_HOST_DEVICE constexpr void set_packet(int j, uint4 v) {
-    words[3 * j] = v.x;
-    words[3 * j + 1] = v.y;
-    words[3 * j + 2] = v.z;
-  }
-};
-
-namespace record_checks {
-
-// What one side packs the other unpacks.
-constexpr bool packets_carry_all_words() {
-  ThreadWords sent{};
-  for (int k = 0; k < kChunksPerThread; ++k) {
-    const auto first = static_cast<uint32_t>(10 * k);
-    sent.set_chunk(k, uint4{first, first + 1, first + 2, first + 3});
-  }
-  ThreadWords received{};
-  for (int j = 0; j < kPacketsPerThread; ++j) received.set_packet(j, sent.packet(j, 7));
-  for (int k = 0; k < kChunksPerThread; ++k) {
-    const uint4 chunk = received.chunk(k);
-    const auto first = static_cast<uint32_t>(10 * k);
-    if (chunk.x != first || chunk.y != first + 1 || chunk.z != first + 2 || chunk.w != first + 3) {
-      return false;
-    }
-  }
-  return sent.packet(3, 7).w == 7;
-}
-
-// Every chunk has one thread, every packet its own place, and the slot holds them all.
-constexpr bool threads_cover_a_record_of(int32_t chunks) {
-  const RecordShape shape = RecordShape::of(chunks);
-  int32_t next_chunk = 0;
-  for (int k = 0; k < kChunksPerThread; ++k) {
-    for (int32_t q = 0; q < shape.threads; ++q) {
-      if (shape.chunk(q, k) != next_chunk++) return false;
-    }
-  }
-  uint64_t next_packet = 0;
-  for (int j = 0; j < kPacketsPerThread; ++j) {
-    for (int32_t q = 0; q < shape.threads; ++q) {
-      if (shape.packet_offset(q, j) != next_packet) return false;
-      next_packet += PacketSlots::kPacketBytes;
-    }
-  }
-  return next_chunk >= chunks && next_packet == PacketSlots::bytes(static_cast<uint64_t>(chunks)) &&
-         shape.pieces * kWarpSize >= shape.threads &&
-         (shape.pieces - 1) * kWarpSize < shape.threads;
-}
-
-static_assert(kChunksPerThread * 16 == kPacketsPerThread * 12);
-static_assert(packets_carry_all_words());
-static_assert(threads_cover_a_record_of(1) && threads_cover_a_record_of(96) &&
-              threads_cover_a_record_of(97) && threads_cover_a_record_of(900));
-
-}  // namespace record_checks
 
 // Rows of one part of a record, on one side of the exchange. Chunk c of the record, if it is of
 // this part, is at origin + row * stride + 16 * c.

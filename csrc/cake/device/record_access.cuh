@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cake/device/memory_access.cuh"
+#include "cake/device/packets.cuh"
 #include "cake/device/record.cuh"
 #include "cake/device/routing.cuh"
 

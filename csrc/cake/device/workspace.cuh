@@ -55,6 +55,15 @@ class DeviceSegment {
     return base_ + w_.layout.stats_packets.offset +
            static_cast<uint64_t>(from) * w_.stats_slot_bytes;
   }
+  // Slot `row` of what rank `from` has made of the rows from here.
+  __device__ uint8_t* combine_packets(int32_t from, int32_t row) const {
+    return packets(w_.layout.combine_packets, from, row, w_.combine_slot_bytes);
+  }
+  // Which slot of its region that is; also of dispatch_packets.
+  __device__ uint32_t packet_slot(int32_t from, int32_t row) const {
+    return static_cast<uint32_t>(from) * static_cast<uint32_t>(w_.low_latency_tokens) +
+           static_cast<uint32_t>(row);
+  }
 
  private:
   template <typename T>
@@ -63,9 +72,7 @@ class DeviceSegment {
   }
   __device__ uint8_t* packets(const Region& region, int32_t from, int32_t row,
                               uint64_t slot_bytes) const {
-    const auto slot = static_cast<uint64_t>(from) * static_cast<uint32_t>(w_.low_latency_tokens) +
-                      static_cast<uint32_t>(row);
-    return base_ + region.offset + slot * slot_bytes;
+    return base_ + region.offset + packet_slot(from, row) * slot_bytes;
   }
 
   uint8_t* base_;
