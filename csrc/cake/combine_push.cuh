@@ -47,12 +47,6 @@ __device__ inline int32_t push_rank_of_warp() {
   return cta < 0 ? static_cast<int32_t>(kPushWarps) * ctas + warp - 1 : warp * ctas + cta;
 }
 
-// By each warp, after its last wait. The first call of allow_next_kernel in a CTA counts for all of
-// it, so that only the last warp may make it. waiting: in shared memory, warps that still wait.
-__device__ inline void stop_waiting(uint32_t* waiting) {
-  if (lane_id() == 0 && atomicSub(waiting, 1u) == 1) allow_next_kernel();
-}
-
 // Sums this warp's share: tasks task, task + step, ...; `places` and `slot` are the first of it, if
 // there is any. valid: whether sums may be formed; if not they are NaN.
 template <RowType kType>
@@ -98,7 +92,7 @@ __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
   if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
-    exchange_flags(p, !c.reads_come_first);
+    exchange_flags(p, c.reads_come_first ? FlagsAreSet::kLater : FlagsAreSet::kWithoutFence);
     stop_waiting(&waiting);
     return;
   }

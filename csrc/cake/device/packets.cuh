@@ -6,6 +6,7 @@
 
 #include "cake/device/memory_access.cuh"
 #include "cake/device/routing.cuh"
+#include "core/epoch.h"
 #include "core/host_device.h"
 #include "core/workspace_layout.h"
 
@@ -48,8 +49,8 @@ struct ThreadWords {
     words[4 * k + 2] = v.z;
     words[4 * k + 3] = v.w;
   }
-  MOE_EP_HOST_DEVICE constexpr uint4 packet(int j, uint32_t epoch) const {
-    return uint4{words[3 * j], words[3 * j + 1], words[3 * j + 2], epoch};
+  MOE_EP_HOST_DEVICE constexpr uint4 packet(int j, uint32_t tag) const {
+    return uint4{words[3 * j], words[3 * j + 1], words[3 * j + 2], tag};
   }
   MOE_EP_HOST_DEVICE constexpr void set_packet(int j, uint4 v) {
     words[3 * j] = v.x;
@@ -113,7 +114,7 @@ __device__ inline void store_packets(uint8_t* at, const RecordShape& shape,
   const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
 #pragma unroll
   for (int j = 0; j < kPacketsPerThread; ++j, at += step) {
-    store_packet(at, words.packet(j, epoch));
+    store_packet(at, words.packet(j, packet_tag(epoch)));
   }
 }
 
@@ -130,7 +131,7 @@ struct ThreadPackets {
   __device__ bool are_of(uint32_t epoch) const {
     bool all = true;
 #pragma unroll
-    for (int j = 0; j < kPacketsPerThread; ++j) all &= packets[j].w == epoch;
+    for (int j = 0; j < kPacketsPerThread; ++j) all &= packets[j].w == packet_tag(epoch);
     return all;
   }
   __device__ ThreadWords words() const {
