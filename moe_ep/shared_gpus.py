@@ -1,4 +1,6 @@
-"""Do ranks that share a GPU get to run at the same time? They wait for each other in kernels."""
+"""Which ranks share a GPU, and do they get to run at the same time? Their kernels wait for each
+other.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,11 @@ class GpuShare:
             return None
         properties = torch.cuda.get_device_properties(device)
         return cls(f"GPU-{properties.uuid}", properties.multi_processor_count)
+
+
+def are_several(shares: Sequence[GpuShare | None]) -> bool:
+    """Return whether ranks with these shares are on more than one GPU."""
+    return len({share.uuid for share in shares if share is not None}) > 1
 
 
 def warn_of_overlapping_shares(shares: Sequence[GpuShare | None], ep_rank: int) -> None:

@@ -32,7 +32,8 @@ std::vector<int64_t> fields_of(const Geometry& g) {
           g.dispatch_bytes_per_token,
           g.combine_bytes_per_token,
           g.eplb_stats_num_experts,
-          g.low_latency_tokens};
+          g.low_latency_tokens,
+          g.spans_gpus};
 }
 
 // Bytes from the start of a segment.
@@ -64,7 +65,7 @@ void bind_layout(py::module_& m) {
       .def(py::init(&valid_geometry), py::kw_only(), py::arg("ep_size"), py::arg("num_experts"),
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
-           py::arg("low_latency_tokens") = 0)
+           py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 0)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)

@@ -19,30 +19,35 @@ constexpr uint32_t kStagesPerCta = kBulkWarps * kBulkStages;
 static_assert(kStagesPerCta * kMaxTopK * kVectorBytes <= kMaxStageBytes,
               "a vector of each of a token's rows must fit");
 
-BulkPlan bulk_plan(const CombineKernelParams& p) {
+struct PieceShape {
+  uint32_t bytes;
+  uint32_t parts;  // of a row
+};
+
+PieceShape piece_shape(const CombineKernelParams& p) {
   const auto destinations = static_cast<uint32_t>(p.workspace.max_destinations);
-  const uint32_t most =
-      std::min(kMaxBulkVectors, kMaxStageBytes / (kStagesPerCta * destinations * kVectorBytes));
-  const uint32_t vectors_in_row = vectors_per_row(p);
-  const auto parts = static_cast<uint32_t>(divide_up(vectors_in_row, most));
-  const auto vectors = static_cast<uint32_t>(divide_up(vectors_in_row, parts));  // even parts
-  const auto parts_of_vectors = static_cast<uint32_t>(divide_up(vectors_in_row, vectors));
-  return {vectors, vectors * kVectorBytes, parts_of_vectors,
-          FastDivider(static_cast<int32_t>(parts_of_vectors))};
+  const uint64_t most = std::min<uint32_t>(
+      kMaxBulkVectors, kMaxStageBytes / (kStagesPerCta * destinations * kVectorBytes));
+  const uint64_t vectors_in_row = vectors_per_row(p);
+  const uint64_t vectors = divide_up(vectors_in_row, divide_up(vectors_in_row, most));  // even
+  return {static_cast<uint32_t>(vectors) * kVectorBytes,
+          static_cast<uint32_t>(divide_up(vectors_in_row, vectors))};
+}
+
+BulkPlan bulk_plan(const CombineKernelParams& p, PieceShape shape) {
+  const uint32_t last_part = shape.parts - 1;
+  return {.piece_bytes = shape.bytes,
+          .last_part = last_part,
+          .last_bytes = static_cast<uint32_t>(p.pitch - uint64_t{last_part} * shape.bytes),
+          .padding = static_cast<uint32_t>(p.pitch - static_cast<uint64_t>(p.row_bytes))};
 }
 
 template <bool kStaged>
-cudaError_t launch_bulk(const BulkCombine& params, const CudaContext& context) {
+cudaError_t launch_bulk(const BulkCombine& params, int ctas, const CudaContext& context) {
   const CombineKernelParams& p = params.combine;
-  int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
-  if (error != cudaSuccess) return error;
   const auto destinations = static_cast<uint32_t>(p.workspace.max_destinations);
   const uint32_t shared =
       std::max(kMinSharedBytes, kStagesPerCta * destinations * params.plan.piece_bytes);
-  // Few items are spread over all multiprocessors, a warp of each.
-  const uint64_t items = tokens_per_rank(p) * params.plan.parts;
-  const int ctas = ctas_for(std::max(items, params.stage.max_items(p)), 1, multiprocessors);
   const LaunchShape shape{ctas, kBulkThreads, static_cast<int>(shared)};
   switch (p.row_type) {
     case RowType::kFloat32:
@@ -59,10 +64,20 @@ cudaError_t launch_bulk(const BulkCombine& params, const CudaContext& context) {
 
 cudaError_t launch_combine_bulk(const CombineKernelParams& p, const CudaContext& context) {
   if (p.pitch > kMaxPitch || p.pitch == 0) return cudaErrorInvalidValue;
-  const BulkCombine params{p, StagePlan::of(p, kStageItemShift), bulk_plan(p)};
-  if (tokens_per_rank(p) * params.plan.parts > kMaxItems) return cudaErrorInvalidValue;
-  return p.expert_output == nullptr ? launch_bulk<false>(params, context)
-                                    : launch_bulk<true>(params, context);
+  const StagePlan stage = StagePlan::of(p, kStageItemShift);
+  const PieceShape shape = piece_shape(p);
+  const uint64_t most_items = tokens_per_rank(p) * shape.parts;
+  if (most_items > kMaxItems) return cudaErrorInvalidValue;
+  int multiprocessors = 0;
+  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  if (error != cudaSuccess) return error;
+  // Few items are spread over all multiprocessors, a warp of each.
+  const int ctas = ctas_for(std::max(most_items, stage.max_items(p)), 1, multiprocessors);
+  const ItemPlan items(p, shape.parts, FastDivider(static_cast<int32_t>(shape.parts)));
+  const Share share(items.total, static_cast<uint32_t>(ctas), kBulkWarps, kBulkStages);
+  const BulkCombine params{p, stage, bulk_plan(p, shape), items, share, RowBlocks(p)};
+  return p.expert_output == nullptr ? launch_bulk<false>(params, ctas, context)
+                                    : launch_bulk<true>(params, ctas, context);
 }
 
 }  // namespace moe_ep::cake

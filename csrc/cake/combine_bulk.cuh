@@ -22,19 +22,27 @@ namespace moe_ep::cake {
 inline constexpr int kBulkWarps = 7;  // that sum; one more speaks with the peers
 inline constexpr int kBulkThreads = (kBulkWarps + 1) * kWarpSize;
 inline constexpr int kBulkStages = 2;
-inline constexpr uint32_t kMaxBulkVectors = 7;
+inline constexpr int kMaxBulkVectors = 7;
 
 struct BulkPlan {
-  uint32_t vectors;      // of 512 bytes, in a piece
   uint32_t piece_bytes;  // and from one row of a stage to the next
-  uint32_t parts;        // pieces of a row; the last one may be shorter
-  FastDivider by_parts;
+  uint32_t last_part;    // of a row, which may be shorter:
+  uint32_t last_bytes;
+  uint32_t padding;  // behind a row of the output, up to the end of the row in the workspace
+
+  __device__ uint32_t bytes_of(uint32_t part) const {
+    return part == last_part ? last_bytes : piece_bytes;
+  }
 };
 
+// The launcher computes all that it knows: a warp alone issues some 370 instructions in 1 us.
 struct BulkCombine {
   CombineKernelParams combine;
   StagePlan stage;
   BulkPlan plan;
+  ItemPlan items;
+  Share share;
+  RowBlocks blocks;
 };
 
 // A piece of a token's sum, and where lane j finds that piece of the token's row j.
@@ -45,109 +53,121 @@ struct LocatedPiece {
   uint32_t bytes;  // in a row
 
   __device__ LocatedPiece(const BulkCombine& c, const Item& item)
-      : token(item.token), part(item.part), rows(locate_rows(c.combine, item.slot)) {
-    const uint64_t offset = static_cast<uint64_t>(part) * c.plan.piece_bytes;
-    bytes = static_cast<uint32_t>(min(c.combine.pitch - offset, uint64_t{c.plan.piece_bytes}));
-    rows.row += offset;
+      : token(item.token),
+        part(item.part),
+        rows(locate_rows(c.blocks, item.slot)),
+        bytes(c.plan.bytes_of(part)) {
+    rows.row += uint64_t{part} * c.plan.piece_bytes;
   }
 };
 
 struct StagedPiece {
-  uint32_t token;
+  uint32_t token;  // kNoItem: nothing, nor will later stages have any
   uint32_t part;
   int32_t rows;
 };
 
-// What one warp has in shared memory, and what it knows about it.
+// The stages of one warp in shared memory, filled and emptied in turn.
 class PieceRing {
  public:
-  // Before the first use, one call by the whole warp.
-  __device__ PieceRing(const BulkCombine& c, uint8_t* stages, BulkBarrier* arrived,
-                       StagedPiece* pieces)
-      : c_(c), stages_(stages), arrived_(arrived), pieces_(pieces) {
-    if (lane_id() < kBulkStages) arrived_[lane_id()].init();
+  // All warps. `memory` has bytes(c).
+  __device__ PieceRing(const BulkCombine& c, uint8_t* memory, BulkBarrier* arrived)
+      : c_(c), memory_(kept_address(memory)), arrived_(kept_address(arrived)) {
+    if (lane_id() == 0) {
+#pragma unroll
+      for (int s = 0; s < kBulkStages; ++s) arrived_[s].init();
+    }
     BulkBarrier::publish_init();
     __syncwarp();
   }
-  __device__ uint8_t* stage(int s) const {
-    return stages_ + static_cast<uint32_t>(s) * stage_bytes(c_);
-  }
-  __device__ static uint32_t stage_bytes(const BulkCombine& c) {
-    return static_cast<uint32_t>(c.combine.workspace.max_destinations) * c.plan.piece_bytes;
-  }
-  // Lane j brings in row j; in the stage the rows lie in the order of the list. valid: whether the
-  // sum may be formed; if not, no row is looked at.
-  __device__ void load(int s, const LocatedPiece& piece, bool valid) {
+  __device__ static uint32_t bytes(const BulkCombine& c) { return kBulkStages * stage_bytes(c); }
+
+  // Fills the next stage. Lane j brings in row j; in the stage the rows lie in the order of the
+  // list. valid: whether the sum may be formed; if not, no row is looked at.
+  __device__ void load(const LocatedPiece& piece, bool valid) {
     const int lane = lane_id();
-    const int count = valid && piece.token != kNoItem ? piece.rows.count : 0;
-    if (lane == 0) {
-      pieces_[s] = {piece.token, piece.part, count};
-      arrived_[s].expect(static_cast<uint32_t>(count) * piece.bytes);
-    }
+    const int count = valid ? piece.rows.count : 0;
+    BulkBarrier& arrived = arrived_[turn_ % kBulkStages];
+    if (lane == 0) arrived.expect(static_cast<uint32_t>(count) * piece.bytes);
     if (lane < count) {
-      bulk_load(stage(s) + static_cast<uint32_t>(lane) * c_.plan.piece_bytes, piece.rows.row,
-                piece.bytes, arrived_[s]);
+      bulk_load(stage() + static_cast<uint32_t>(lane) * c_.plan.piece_bytes, piece.rows.row,
+                piece.bytes, arrived);
     }
     __syncwarp();
+#pragma unroll
+    for (int s = 1; s < kBulkStages; ++s) pieces_[s - 1] = pieces_[s];
+    pieces_[kBulkStages - 1] = {piece.token, piece.part, count};
+    ++turn_;
   }
-  // Waits for what `load` has brought; token kNoItem: nothing, nor will later stages have any.
-  __device__ StagedPiece wait(int s, uint32_t parity) {
-    const StagedPiece piece = pieces_[s];
-    if (piece.token != kNoItem) arrived_[s].wait(parity);
-    return piece;
-  }
-  // The warp has read the stage: it may be loaded again.
+  // The piece in the next stage, when all have been filled, and where its rows are after `wait`.
+  __device__ StagedPiece front() const { return pieces_[0]; }
+  __device__ uint8_t* stage() const { return memory_ + turn_ % kBulkStages * stage_bytes(c_); }
+  __device__ void wait() { arrived_[turn_ % kBulkStages].wait(turn_ / kBulkStages % 2); }
+  // The warp has read the stage: it may be filled again.
   __device__ void release() {
     fence_shared_to_bulk();
     __syncwarp();
   }
 
  private:
+  __device__ static uint32_t stage_bytes(const BulkCombine& c) {
+    return static_cast<uint32_t>(c.combine.workspace.max_destinations) * c.plan.piece_bytes;
+  }
+  // The same address. Without the shuffle the assembler computes it again at each use, from
+  // special registers.
+  template <typename T>
+  __device__ static T* kept_address(T* shared) {
+    return static_cast<T*>(
+        __cvta_shared_to_generic(__shfl_sync(kAllLanes, shared_address(shared), 0)));
+  }
+
   const BulkCombine& c_;
-  uint8_t* stages_;
+  uint8_t* memory_;
   BulkBarrier* arrived_;
-  StagedPiece* pieces_;
+  StagedPiece pieces_[kBulkStages];  // in the order in which they were loaded
+  uint32_t turn_ = kBulkStages;      // of the next stage; the first to wait has parity 0
 };
 
-// The sum of a piece of any number of vectors up to seven: a bit of the number each.
+// What stands for a token's rows where there are none: the sum of this row is +0, or NaN if it may
+// not be formed. Each lane writes what it will read.
 template <RowType kType>
-struct PieceSum {
-  static_assert(kMaxBulkVectors == 4 + 2 + 1);
-  VectorSums<kType, 4> four;
-  VectorSums<kType, 2> two;
-  VectorSums<kType, 1> one;
-  uint32_t vectors;
-  uint8_t* out;
-  int32_t bytes;  // of the output
+__device__ void fill_row(uint8_t* row, uint32_t bytes, bool valid) {
+  constexpr uint32_t kNanWord =
+      Chunk<kType>::kNan * (kType == RowType::kFloat32 ? 1u : 0x00010001u);
+  const uint32_t word = valid ? 0 : kNanWord;
+#pragma unroll 1
+  for (uint32_t byte = static_cast<uint32_t>(lane_id()) * 16; byte < bytes; byte += kVectorBytes) {
+    *reinterpret_cast<uint4*>(row + byte) = make_uint4(word, word, word, word);
+  }
+}
 
-  __device__ PieceSum(const BulkCombine& c, const uint8_t* stage, StagedPiece piece, bool valid) {
-    const int64_t offset = static_cast<int64_t>(piece.part) * c.plan.piece_bytes;
-    out = c.combine.output + piece.token * c.combine.row_bytes + offset;
-    bytes = static_cast<int32_t>(
-        min(c.combine.row_bytes - offset, static_cast<int64_t>(c.plan.piece_bytes)));
-    vectors = (static_cast<uint32_t>(bytes) + kVectorBytes - 1) / kVectorBytes;
-    if (vectors & 4) four.add(stage, piece.rows, c.plan.piece_bytes, valid);
-    if (vectors & 2) two.add(stage + behind_four(), piece.rows, c.plan.piece_bytes, valid);
-    if (vectors & 1) one.add(stage + behind_two(), piece.rows, c.plan.piece_bytes, valid);
+// Sums a piece of kFewest to kMost vectors. refill: loads the stage again, as soon as it has been
+// read. Code of its own for each number of vectors, found by halves.
+template <RowType kType, int kFewest, int kMost, typename Refill>
+__device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_t* stage,
+                          const Refill& refill) {
+  const uint32_t bytes = c.plan.bytes_of(piece.part);
+  if constexpr (kFewest == kMost) {
+    uint8_t* const out = c.combine.output +
+                         piece.token * static_cast<uint64_t>(c.combine.row_bytes) +
+                         uint64_t{piece.part} * c.plan.piece_bytes;
+    const VectorSums<kType, kMost> sums(stage, piece.rows, c.plan.piece_bytes);
+    if (!c.combine.output_is_aligned) {
+      // Through the stage: each lane has read what it overwrites there.
+      const uint32_t padding = piece.part == c.plan.last_part ? c.plan.padding : 0;
+      sums.store_unaligned(out, bytes - padding, stage);
+    }
+    refill();
+    if (c.combine.output_is_aligned) sums.store(out, bytes);
+  } else {
+    constexpr int kMiddle = (kFewest + kMost) / 2;
+    if (bytes <= kMiddle * kVectorBytes) {
+      sum_piece<kType, kFewest, kMiddle>(c, piece, stage, refill);
+    } else {
+      sum_piece<kType, kMiddle + 1, kMost>(c, piece, stage, refill);
+    }
   }
-  __device__ void store(bool is_aligned, uint8_t* scratch) const {
-    if (vectors & 4) four.store(out, bytes, is_aligned, scratch);
-    if (vectors & 2) store(two, behind_four(), is_aligned, scratch);
-    if (vectors & 1) store(one, behind_two(), is_aligned, scratch);
-  }
-
- private:
-  __device__ int32_t behind_four() const {
-    return static_cast<int32_t>((vectors & 4) * kVectorBytes);
-  }
-  __device__ int32_t behind_two() const {
-    return static_cast<int32_t>((vectors & 6) * kVectorBytes);
-  }
-  template <typename Sums>
-  __device__ void store(const Sums& sums, int32_t at, bool is_aligned, uint8_t* scratch) const {
-    sums.store(out + at, bytes - at, is_aligned, scratch);
-  }
-};
+}
 
 // After a failure the counter may not have been reset, so that its items need not be all: each
 // thread has a fixed share, too.
@@ -169,57 +189,47 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
     combine_bulk_kernel(const __grid_constant__ BulkCombine c) {
   extern __shared__ __align__(128) uint8_t bulk_stages[];
   __shared__ BulkBarrier arrived[kBulkWarps + 1][kBulkStages];
-  __shared__ StagedPiece pieces[kBulkWarps + 1][kBulkStages];
   const CombineKernelParams& p = c.combine;
   const auto warp = threadIdx.x / kWarpSize;
-  const uint32_t total = static_cast<uint32_t>(p.num_tokens) * c.plan.parts;
-  PieceRing ring(c, bulk_stages + warp * kBulkStages * PieceRing::stage_bytes(c), arrived[warp],
-                 pieces[warp]);
-  const Share share(total, kBulkWarps, kBulkStages);
+  PieceRing ring(c, bulk_stages + warp * PieceRing::bytes(c), arrived[warp]);
 
   begin_combine<kStaged>(p, c.stage);
-  ItemFeed feed(p, total, c.plan.parts, c.plan.by_parts);
-  Item first[kBulkStages] = {kNothing, kNothing};
+  ItemFeed feed(p, c.items);
+  Item first = kNothing;
+  Item next = kNothing;
   bool ready = true;
   if (speaks_with_peers()) {
     ready = exchange_flags<kStaged>(p);
-  } else if (warp < share.warps) {
-    const uint32_t base = feed.take(share.first_items);
-#pragma unroll
-    for (uint32_t s = 0; s < kBulkStages; ++s) {
-      if (s < share.first_items) first[s] = feed.at(base + s);
-    }
-    if (share.more && base < total) feed.look_ahead();
+  } else if (warp < c.share.warps) {
+    const uint32_t base = feed.take(c.share.first_items);
+    first = feed.at(base);
+    if (c.share.more && base < c.items.total) feed.look_ahead();
+    // Its slots may still be on their way when the flags are there: they are looked at behind the
+    // first loads.
+    next = c.share.first_items == kBulkStages ? feed.at(base + 1) : feed.next();
   }
   static_assert(kBulkStages == 2);
-  const LocatedPiece located[kBulkStages] = {{c, first[0]}, {c, first[1]}};
+  const LocatedPiece located(c, first);
   const bool valid = agree_on_rows(ready);
   if (!valid && has_failed(p.workspace)) fill_with_nan<kType>(p);
-  if (warp >= share.warps) return;
 
   fence_peers_to_bulk();
-  ring.load(0, located[0], valid);
-  if (share.first_items == kBulkStages) {
-    ring.load(1, located[1], valid);
-  } else {
-    ring.load(1, LocatedPiece(c, feed.next()), valid);
-  }
-  Item next = feed.next();
-  int s = 0;
-  for (uint32_t parity = 0;;) {
-    const StagedPiece piece = ring.wait(s, parity);
-    if (piece.token == kNoItem) break;
-    const PieceSum<kType> sum(c, ring.stage(s), piece, valid);
-    // What is not aligned goes through the stage: each lane has read what it overwrites there.
-    if (!p.output_is_aligned) sum.store(false, ring.stage(s));
+  ring.load(located, valid);
+  ring.load(LocatedPiece(c, next), valid);
+  next = feed.next();
+  const auto refill = [&] {
     ring.release();
-    ring.load(s, LocatedPiece(c, next), valid);
+    ring.load(LocatedPiece(c, next), valid);
     next = feed.next();
-    if (p.output_is_aligned) sum.store(true, nullptr);
-    if (++s == kBulkStages) {
-      s = 0;
-      parity ^= 1;
+  };
+  while (ring.front().token != kNoItem) {
+    StagedPiece piece = ring.front();
+    ring.wait();
+    if (piece.rows == 0) {
+      fill_row<kType>(ring.stage(), c.plan.piece_bytes, valid);
+      piece.rows = 1;
     }
+    sum_piece<kType, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
   }
 }
 

@@ -51,8 +51,7 @@ __device__ inline int32_t push_rank_of_warp() {
 // there is any. valid: whether sums may be formed; if not they are NaN.
 template <RowType kType>
 __device__ void sum_share(const PushCombine& c, uint32_t epoch, bool valid, PushedPlaces places,
-                          SendSlot slot, int32_t task, int32_t step, uint32_t* waiting,
-                          uint4* scratch) {
+                          SendSlot slot, int32_t task, int32_t step, uint4* scratch) {
   const int32_t receives = c.receives();
 #pragma unroll 1
   for (; task < receives; task += step) {
@@ -72,28 +71,25 @@ __device__ void sum_share(const PushCombine& c, uint32_t epoch, bool valid, Push
       }
     }
     const bool is_last = task + step >= receives;
-    if (is_last) stop_waiting(waiting);
+    if (is_last) allow_next_kernel();
     sum.store(c, PushedPiece::of(c, task), scratch);
     if (is_last) return;
     places = PushedPlaces::of(c, task + step);
     slot = load_slot(c.combine, places.slots);
   }
-  stop_waiting(waiting);
+  allow_next_kernel();
 }
 
 template <RowType kType>
 __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
     combine_push_kernel(const __grid_constant__ PushCombine c) {
   __shared__ uint4 scratch[kPushThreads];
-  __shared__ uint32_t waiting;
   const CombineKernelParams& p = c.combine;
-  if (threadIdx.x == 0) waiting = kPushWarps;
-  __syncthreads();
   if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
     exchange_flags(p, c.reads_come_first ? FlagsAreSet::kLater : FlagsAreSet::kWithoutFence);
-    stop_waiting(&waiting);
+    allow_next_kernel();
     return;
   }
 
@@ -139,7 +135,7 @@ __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
                                            flag_at(p, p.workspace.ep_rank, p.workspace.ep_rank)));
     }
   }
-  sum_share<kType>(c, round.epoch(), valid, places, slot, task, warps, &waiting,
+  sum_share<kType>(c, round.epoch(), valid, places, slot, task, warps,
                    scratch + threadIdx.x / kWarpSize * kWarpSize);
 }
 

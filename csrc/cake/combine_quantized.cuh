@@ -164,11 +164,12 @@ __global__ void __launch_bounds__(kQuantizedThreads, kQuantizedCtasPerSm)
   const CombineKernelParams& p = c.combine;
   const QuantizedPlan& plan = c.plan;
   const auto warp = threadIdx.x / kWarpSize;
-  const uint32_t total = static_cast<uint32_t>(p.num_tokens) * plan.items_per_row;
-  const Share share(total, kQuantizedSumWarps, 1);
+  const ItemPlan items(p, plan.items_per_row, plan.by_items_per_row);
+  const uint32_t total = items.total;
+  const Share share(total, gridDim.x, kQuantizedSumWarps, 1);
 
   begin_combine<kStaged>(p, c.stage);
-  ItemFeed feed(p, total, plan.items_per_row, plan.by_items_per_row);
+  ItemFeed feed(p, items);
   Item item = kNothing;
   bool ready = true;
   if (speaks_with_peers()) {

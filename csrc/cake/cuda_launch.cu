@@ -36,6 +36,7 @@ DeviceWorkspace device_workspace(const WorkspaceView& view, int32_t timeout_sec,
   w.top_k = g.top_k;
   w.max_destinations = g.max_destinations();
   w.low_latency_tokens = g.low_latency_tokens;
+  w.push_slots = g.push_slots();
   w.eplb_stats_num_experts = g.eplb_stats_num_experts;
   w.layout = WorkspaceLayout::of(g);
   w.dispatch_slot_bytes = PacketSlots::of_dispatch(g);

@@ -20,6 +20,7 @@ struct DeviceWorkspace {
   int32_t top_k;
   int32_t max_destinations;
   int32_t low_latency_tokens;
+  int32_t push_slots;
   int32_t eplb_stats_num_experts;
   WorkspaceLayout layout;
   uint64_t dispatch_slot_bytes;  // of PacketSlots

@@ -53,11 +53,16 @@ uint64_t parts_of(uint64_t record_bytes, int32_t tokens_per_rank, int multiproce
   return std::max(std::min<uint64_t>(entry->parts, most), least);
 }
 
-PipelineShape pipeline_shape(uint64_t record_bytes, int32_t tokens_per_rank, int multiprocessors,
-                             int shared_bytes) {
-  const uint64_t parts = parts_of(record_bytes, tokens_per_rank, multiprocessors);
+uint64_t record_bytes(const DispatchKernelParams& p) {
+  uint64_t bytes = 0;
+  for (int32_t i = 0; i < p.num_payloads; ++i) bytes += p.placement.pitch[i];
+  return bytes;
+}
+
+PipelineShape pipeline_shape(const DispatchKernelParams& p, int multiprocessors, int shared_bytes) {
+  const uint64_t record_bytes = cake::record_bytes(p);
+  const uint64_t parts = parts_of(record_bytes, p.tokens_per_rank, multiprocessors);
   PipelineShape shape{};
-  shape.record_bytes = record_bytes;
   if (parts == 1) {
     shape.parts = 1;
     shape.part_bytes = static_cast<uint32_t>(std::max(record_bytes, kRowAlignment));
@@ -67,6 +72,13 @@ PipelineShape pipeline_shape(uint64_t record_bytes, int32_t tokens_per_rank, int
     shape.parts = static_cast<uint32_t>(quotient_up(record_bytes, bytes));
     shape.part_bytes = static_cast<uint32_t>(bytes);
   }
+  shape.by_parts = FastDivider(static_cast<int32_t>(shape.parts));
+  shape.last_part_bytes =
+      static_cast<uint32_t>(record_bytes - uint64_t{shape.parts - 1} * shape.part_bytes);
+  const uint64_t of_first = p.placement.pitch[0];
+  shape.parts_of_first =
+      static_cast<uint32_t>(of_first == record_bytes ? quotient_up(of_first, shape.part_bytes)
+                                                     : of_first / shape.part_bytes);
   const auto fitting = static_cast<int32_t>(static_cast<uint64_t>(shared_bytes) /
                                             (shape.part_bytes + sizeof(BulkBarrier)));
   shape.warps =
@@ -77,21 +89,36 @@ PipelineShape pipeline_shape(uint64_t record_bytes, int32_t tokens_per_rank, int
   return shape;
 }
 
-uint64_t record_bytes(const DispatchKernelParams& p) {
-  uint64_t bytes = 0;
-  for (int32_t i = 0; i < p.num_payloads; ++i) bytes += p.placement.pitch[i];
-  return bytes;
+// Deals the launch's items out.
+void set_items(PipelineShape& shape, int32_t num_tokens, uint32_t ctas) {
+  const auto warps = static_cast<uint32_t>(shape.warps);
+  shape.num_items = static_cast<uint32_t>(num_tokens) * shape.parts;
+  shape.workers = std::min(warps, shape.num_items / ctas + (shape.num_items % ctas != 0));
+  const uint32_t all_workers = ctas * shape.workers;
+  shape.has_more_items = shape.num_items > all_workers;
+  shape.first_items = shape.workers == 0
+                          ? 0
+                          : std::clamp<uint32_t>(shape.num_items / all_workers, 1,
+                                                 static_cast<uint32_t>(shape.stages));
 }
 
-template <int kWords>
-auto* kernel_for_alignment(const DispatchKernelParams& p) {
-  return all_payloads_are_aligned(p) ? &dispatch_bulk_kernel<kWords, true>
-                                     : &dispatch_bulk_kernel<kWords, false>;
+bool picks_are_usual(const DispatchKernelParams& p) {
+  return p.ids_are_vectors && p.workspace.top_k == UsualIds::kIds &&
+         reinterpret_cast<uintptr_t>(p.topk_weights) % sizeof(uint4) == 0;
 }
 
-auto* kernel_for(const DispatchKernelParams& p) {
-  return p.workspace.ep_size <= kWarpSize ? kernel_for_alignment<1>(p)
-                                          : kernel_for_alignment<kMaxEpSize / kWarpSize>(p);
+auto* kernel_for(const BulkDispatchParams& params) {
+  constexpr int kMaxWords = kMaxEpSize / kWarpSize;
+  const DispatchKernelParams& p = params.dispatch;
+  const bool all_in_bulk = all_payloads_are_aligned(p);
+  if (p.workspace.ep_size > kWarpSize) {
+    return all_in_bulk ? &dispatch_bulk_kernel<kMaxWords, BulkInputs::kAllInBulk>
+                       : &dispatch_bulk_kernel<kMaxWords, BulkInputs::kAny>;
+  }
+  if (!all_in_bulk) return &dispatch_bulk_kernel<1, BulkInputs::kAny>;
+  return params.owners.are_even && picks_are_usual(p)
+             ? &dispatch_bulk_kernel<1, BulkInputs::kUsual>
+             : &dispatch_bulk_kernel<1, BulkInputs::kAllInBulk>;
 }
 
 }  // namespace
@@ -107,26 +134,23 @@ cudaError_t launch_dispatch_bulk(const DispatchKernelParams& p, const CudaContex
       .pipeline = {},
       .table = {},
       .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
-      .ids_are_usual = false,
   };
-  params.ids_are_usual =
-      params.owners.are_even && p.ids_are_vectors && p.workspace.top_k == UsualIds::kIds;
   params.table = RouteTableShape::of(p.workspace.ep_size, p.tokens_per_rank);
   const int table_bytes = params.table.bytes(p.workspace.ep_size);
-  params.pipeline = pipeline_shape(record_bytes(p), p.tokens_per_rank, multiprocessors,
-                                   kMaxSharedBytes - table_bytes);
+  params.pipeline = pipeline_shape(p, multiprocessors, kMaxSharedBytes - table_bytes);
   const int64_t items = static_cast<int64_t>(p.tokens_per_rank) * params.pipeline.parts;
   // The counter runs past the last item by what all warps ask for in vain.
   constexpr int64_t kMaxItems = std::numeric_limits<uint32_t>::max() / 2;
   if (items > kMaxItems) return cudaErrorInvalidValue;
 
   const int64_t ctas = std::clamp<int64_t>(items, 1, std::min<int64_t>(multiprocessors, 65535));
+  set_items(params.pipeline, p.num_tokens, static_cast<uint32_t>(ctas));
   const LaunchShape shape{
       .ctas = static_cast<int>(ctas),
       .threads = kBulkDispatchThreads,
       .shared_bytes = std::max(params.pipeline.bytes() + table_bytes, kMinSharedBytes),
   };
-  error = launch(kernel_for(p), shape, context, params);
+  error = launch(kernel_for(params), shape, context, params);
   return error != cudaSuccess ? error : launch_copy_outputs(p, context);
 }
 

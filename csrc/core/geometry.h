@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
+#include "core/limits.h"
 
 namespace moe_ep {
 
@@ -16,7 +17,12 @@ struct Geometry {
   int64_t combine_bytes_per_token;   // one expert output row
   int32_t eplb_stats_num_experts;    // 0: no statistics travel
   int32_t low_latency_tokens;        // per rank; up to so many travel as packets. 0: never
+  int32_t spans_gpus;                // 1: ranks are on several GPUs, with a link between. Else 0
 
+  // Per rank; there is room for so many that come back as packets.
+  MOE_EP_HOST_DEVICE constexpr int32_t push_slots() const {
+    return low_latency_tokens < kMaxPushTokens ? low_latency_tokens : kMaxPushTokens;
+  }
   // A token has at most one row on a rank, and at most one rank for each of its picks.
   MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
     return ep_size < top_k ? ep_size : top_k;
@@ -33,7 +39,8 @@ struct Geometry {
                                static_cast<uint64_t>(dispatch_bytes_per_token),
                                static_cast<uint64_t>(combine_bytes_per_token),
                                static_cast<uint64_t>(eplb_stats_num_experts),
-                               static_cast<uint64_t>(low_latency_tokens)};
+                               static_cast<uint64_t>(low_latency_tokens),
+                               static_cast<uint64_t>(spans_gpus)};
     uint64_t hash = 0xcbf29ce484222325u;
     for (const uint64_t field : fields) {
       for (int shift = 0; shift < 64; shift += 8) {

@@ -13,6 +13,8 @@ inline constexpr int32_t kMaxTimeoutSec = 86400;  // a day
 inline constexpr uint32_t kArrivalsPerRound = 65536;
 // Tokens of a rank that can travel as packets: lane t of a warp stands for token t.
 inline constexpr int32_t kMaxPacketTokens = 32;
+// Tokens a rank of which combine may push the rows as packets.
+inline constexpr int32_t kMaxPushTokens = 8;
 // Of one rank. Far above any machine, far below where sums of offsets leave 64 bits.
 inline constexpr int64_t kMaxSegmentBytes = int64_t{1} << 46;
 

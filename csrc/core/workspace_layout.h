@@ -180,8 +180,9 @@ struct WorkspaceLayout {
   // Small steps on CUDA, see PacketSlots: [ep_size, low_latency_tokens] slots, block r written by
   // rank r.
   Region dispatch_packets;
-  Region stats_packets;    // [ep_size] slots
-  Region combine_packets;  // as dispatch_packets; row i of block p is p's row for our i-th there
+  Region stats_packets;  // [ep_size] slots
+  // [ep_size, push_slots] slots; row i of block p is p's row for our i-th there.
+  Region combine_packets;
   uint64_t segment_bytes = 0;
 
   // What `initialize` zeroes begins at 0 and ends here; behind it only the packets need zeros.
@@ -214,7 +215,8 @@ struct WorkspaceLayout {
     const auto slots = ranks * static_cast<uint64_t>(g.low_latency_tokens);
     w.dispatch_packets = builder.take(slots * PacketSlots::of_dispatch(g));
     w.stats_packets = builder.take(g.low_latency_tokens > 0 ? ranks * PacketSlots::of_stats(g) : 0);
-    w.combine_packets = builder.take(slots * PacketSlots::of_combine(g));
+    w.combine_packets =
+        builder.take(ranks * static_cast<uint64_t>(g.push_slots()) * PacketSlots::of_combine(g));
     w.segment_bytes = builder.total();
     return w;
   }

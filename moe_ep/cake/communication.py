@@ -84,7 +84,8 @@ class CakeAlltoAll(MoEEpCommunication):
         self._timeout_sec = config.timeout_sec
         self._enable_pdl = config.enable_pdl is not False
         self._cuda_index = self.device.index if self.device.type == "cuda" else None
-        self._layout = geometry_of(params, self.ep_size, config, self.device)
+        spans_gpus = shared_gpus.are_several(self._gpu_shares)
+        self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
         self._geometry: list[int] = self._layout.fields()
         self._memory = SymmetricMemory.allocate(self._comm, self._layout.segment_bytes, self.device)
         self._workspace: Tensor = self._memory.workspace

@@ -38,9 +38,16 @@ def reason_against(device: torch.device | None) -> str | None:
 
 
 def geometry_of(
-    params: MoEEpCommParams, ep_size: int, config: CakeAlltoAllConfig, device: torch.device
+    params: MoEEpCommParams,
+    ep_size: int,
+    config: CakeAlltoAllConfig,
+    device: torch.device,
+    *,
+    spans_gpus: bool = False,
 ) -> Geometry:
     """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+
+    spans_gpus: whether its ranks are on several GPUs; the size does not depend on it.
 
     Raises MoEEpConfigError where a size is past its limit.
     """
@@ -56,6 +63,7 @@ def geometry_of(
             combine_bytes_per_token=params.combine_bytes_per_token,
             eplb_stats_num_experts=config.eplb_stats_num_experts,
             low_latency_tokens=_native.low_latency_tokens(*sizes) if device.type == "cuda" else 0,
+            spans_gpus=int(spans_gpus),
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None

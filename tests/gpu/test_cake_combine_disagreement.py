@@ -61,7 +61,9 @@ class Rank:
 
 
 def _geometry(context: RankContext) -> kernels.Geometry:
-    return geometry_of(PARAMS, SIZE, CakeAlltoAllConfig(), torch.device(context.device))
+    """As if on several GPUs: then small steps are pushed."""
+    device = torch.device(context.device)
+    return geometry_of(PARAMS, SIZE, CakeAlltoAllConfig(), device, spans_gpus=True)
 
 
 def play_rounds(

@@ -39,7 +39,11 @@ def play_shapes(context: RankContext, hidden_sizes: tuple[int, ...]) -> int:
     rank, size, device = context.rank, context.size, torch.device(context.device)
     all_shapes = list(shapes(hidden_sizes))
     config = CakeAlltoAllConfig()
-    geometries = [geometry_of(params, size, config, device) for params in all_shapes]
+    # On several GPUs combine pushes what it pulls on one; both work on either.
+    geometries = [
+        geometry_of(params, size, config, device, spans_gpus=bool(shape % 2))
+        for shape, params in enumerate(all_shapes)
+    ]
     played = 0
     with bare_workspace(context, max(one.segment_bytes for one in geometries)) as workspace:
         for shape, (params, geometry) in enumerate(zip(all_shapes, geometries, strict=True)):

@@ -69,14 +69,22 @@ __global__ void round_all_floats(unsigned long long* fault) {
   }
 }
 
-// Case c sums its first num_rows[c] rows; -1: the sum must not be formed.
-template <RowType kType>
+// Case c sums its first num_rows[c] rows; -1: the sum must not be formed. kBegins: the first row is
+// not added but begins the sum.
+template <RowType kType, bool kBegins>
 __global__ void sum_rows(const uint4* rows, const int* num_rows, int cases, uint4* out) {
   const int c = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (c >= cases) return;
   float sum[kElements<kType>];
   start(sum, num_rows[c] >= 0);
-  for (int j = 0; j < num_rows[c]; ++j) Chunk<kType>::add(sum, rows[c * kMaxRows + j]);
+  for (int j = 0; j < num_rows[c]; ++j) {
+    const uint4 chunk = rows[c * kMaxRows + j];
+    if (kBegins && j == 0) {
+      Chunk<kType>::begin(sum, chunk);
+    } else {
+      Chunk<kType>::add(sum, chunk);
+    }
+  }
   out[c] = Chunk<kType>::round(sum);
 }
 
@@ -164,7 +172,7 @@ bool same_sums(const Cases& cases, const std::vector<uint4>& out) {
   return true;
 }
 
-template <RowType kType>
+template <RowType kType, bool kBegins>
 bool check_sums() {
   const Cases cases = make_cases<kType>();
   const size_t count = cases.num_rows.size();
@@ -179,7 +187,7 @@ bool check_sums() {
   cudaMemcpy(rows, cases.rows.data(), cases.rows.size() * sizeof(uint4), cudaMemcpyHostToDevice);
   cudaMemcpy(num_rows, cases.num_rows.data(), count * sizeof(int), cudaMemcpyHostToDevice);
   const auto ctas = static_cast<unsigned>((count + 255) / 256);
-  sum_rows<kType><<<ctas, 256>>>(rows, num_rows, static_cast<int>(count), sums);
+  sum_rows<kType, kBegins><<<ctas, 256>>>(rows, num_rows, static_cast<int>(count), sums);
   if (!succeeded(cudaGetLastError())) return false;
   std::vector<uint4> out(count);
   if (!succeeded(cudaMemcpy(out.data(), sums, count * sizeof(uint4), cudaMemcpyDeviceToHost))) {
@@ -193,7 +201,7 @@ bool check_sums() {
 
 template <RowType kType>
 bool check() {
-  return check_rounding<kType>() && check_sums<kType>();
+  return check_rounding<kType>() && check_sums<kType, false>() && check_sums<kType, true>();
 }
 
 }  // namespace

@@ -101,7 +101,10 @@ __device__ void receive(const DispatchKernelParams& p, const RankSet<kWords>& ac
   const bool broken = __syncthreads_or(!arrived || !agrees);
   if (broken) {
     const bool failed = __syncthreads_or(!arrived);
-    if (!failed && threadIdx.x < kWarpSize) settle_disagreement(p, active, epoch);
+    if (!failed && threadIdx.x < kWarpSize) {
+      const RankSet<kWords> copy = active;  // the call takes an address
+      settle_disagreement(p, copy, epoch);
+    }
     __syncthreads();
   }
   allow_next_kernel();

@@ -10,17 +10,19 @@
 #include "cake/device/token_rows.cuh"
 #include "cake/device/workspace.cuh"
 #include "core/fast_divide.h"
+#include "core/host_device.h"
 
 namespace moe_ep::cake {
 
-// With few items, fewer warps of each CTA take some, so that all SMs do.
+// With few items, fewer warps of each CTA take some, so that all SMs do. Two divisions: better on
+// the host.
 struct Share {
   uint32_t warps;        // of a CTA
   uint32_t first_items;  // that a warp takes at first
   bool more;             // whether there may be others after that
 
-  __device__ Share(uint32_t total, uint32_t warps_per_cta, uint32_t max_first_items) {
-    const uint32_t ctas = gridDim.x;
+  MOE_EP_HOST_DEVICE Share(uint32_t total, uint32_t ctas, uint32_t warps_per_cta,
+                           uint32_t max_first_items) {
     warps = min(warps_per_cta, total / ctas + (total % ctas != 0 ? 1 : 0));
     first_items = warps == 0 ? 1 : max(1u, min(max_first_items, total / (ctas * warps)));
     more = total > ctas * warps;
@@ -34,44 +36,56 @@ struct Item {
 };
 inline constexpr Item kNothing{kNoItem, 0, {-1, 0}};
 
+// What all items have in common.
+struct ItemPlan {
+  uint32_t* counter;
+  const SendSlot* slots;  // of token 0
+  uint32_t total;
+  uint32_t parts;  // items of a token
+  FastDivider by_parts;
+
+  MOE_EP_HOST_DEVICE ItemPlan(const CombineKernelParams& p, uint32_t items_of_token,
+                              FastDivider by_items_of_token)
+      : counter(&own_segment(p.workspace).state()->combine_items),
+        slots(own_segment(p.workspace).send_slots(0)),
+        total(static_cast<uint32_t>(p.num_tokens) * items_of_token),
+        parts(items_of_token),
+        by_parts(by_items_of_token) {}
+};
+
 // Works ahead: while an item is summed, the next one's slots are being loaded, and the number of
 // the one after that is on its way.
 class ItemFeed {
  public:
-  __device__ ItemFeed(const CombineKernelParams& p, uint32_t total, uint32_t parts,
-                      FastDivider by_parts)
-      : p_(p), total_(total), parts_(parts), by_parts_(by_parts) {}
+  __device__ ItemFeed(const CombineKernelParams& p, const ItemPlan& plan)
+      : p_(p), plan_(plan), counter_(plan.counter) {}
 
   // The first of `count` items in a row.
   __device__ uint32_t take(uint32_t count) {
-    const uint32_t first = lane_id() == 0 ? atomicAdd(counter(), count) : 0;
+    const uint32_t first = lane_id() == 0 ? counter_.take(count) : kNoItem;
     return __shfl_sync(kAllLanes, first, 0);
   }
   __device__ Item at(uint32_t index) const {
-    if (index >= total_) return kNothing;
-    const int32_t token = by_parts_.divide(static_cast<int32_t>(index));
-    const auto first = static_cast<uint32_t>(token) * parts_;
-    return {static_cast<uint32_t>(token), index - first, load_slot(p_, slot_address(p_, token))};
+    if (index >= plan_.total) return kNothing;
+    const auto token = static_cast<uint32_t>(plan_.by_parts.divide(static_cast<int32_t>(index)));
+    const auto slots = static_cast<uint32_t>(p_.workspace.max_destinations);
+    return {token, index - token * plan_.parts,
+            load_slot(p_, lane_slot(plan_.slots + uint64_t{token} * slots))};
   }
-  // Takes the next item but one. Before the first call of `next`, or there is none. An increment
-  // and not an addition of 1: the assembler sums additions over the lanes of a warp, and spreads
-  // the result at once, which waits for it (0.7 us).
+  // Takes the next item but one. Before the first call of `next`, or there is none.
   __device__ void look_ahead() {
-    if (lane_id() == 0) taken_ = atomicInc(counter(), kNoItem - 1);
+    if (lane_id() == 0) taken_ = counter_.take(1);
   }
   __device__ Item next() {
     const uint32_t index = __shfl_sync(kAllLanes, taken_, 0);
-    if (index < total_) look_ahead();
+    if (index < plan_.total) look_ahead();
     return at(index);
   }
 
  private:
-  __device__ uint32_t* counter() const { return &own_segment(p_.workspace).state()->combine_items; }
-
   const CombineKernelParams& p_;
-  uint32_t total_;
-  uint32_t parts_;
-  FastDivider by_parts_;
+  const ItemPlan& plan_;
+  ItemCounter counter_;
   uint32_t taken_ = kNoItem;  // of lane 0
 };
 

@@ -1,11 +1,14 @@
 // Expert ids and weights of a token, on their way to the ranks: one pick a lane until they are
-// written, so that every format of the inputs takes the same way.
+// written, so that every format of the inputs takes the same way; usual picks have one of their
+// own.
 #pragma once
 
 #include <cstdint>
 
 #include "cake/cuda_params.h"
-#include "cake/device/route_table.cuh"
+#include "cake/device/destinations.cuh"
+#include "cake/device/own_block.cuh"
+#include "cake/device/places.cuh"
 #include "cake/device/routing.cuh"
 #include "cake/device/workspace.cuh"
 
@@ -67,10 +70,12 @@ __device__ void send_picks(const DispatchKernelParams& p, const RankSet<kWords>&
                            const Place (&places)[kWords], int32_t token, const Pick& pick) {
   const int32_t id = id_to_send(p, pick.expert);
   if (p.workspace.top_k % 4 == 0) {  // rows of ids and weights start on 16 bytes
+#pragma unroll 1
     for (int32_t k = 0; k < p.workspace.top_k; k += 4) {
       send_some_picks<4>(p, active, places, id, pick.weight, k);
     }
   } else {
+#pragma unroll 1
     for (int32_t k = 0; k < p.workspace.top_k; ++k) {
       send_some_picks<1>(p, active, places, id, pick.weight, k);
     }
@@ -79,11 +84,67 @@ __device__ void send_picks(const DispatchKernelParams& p, const RankSet<kWords>&
   if (is_invalid(p, pick.expert)) record_invalid_id(p, token, lane_id(), pick.expert);
 }
 
+// Usual picks of a token, whole in every lane: UsualIds, and weights that start on 16 bytes.
+struct UsualPicks {
+  uint4 ids[2];
+  uint4 weights[2];  // if there are any
+
+  // Does not look at what it loads.
+  __device__ static UsualPicks load(const DispatchKernelParams& p, uint32_t token) {
+    UsualPicks picks;
+    const UsualIds ids = UsualIds::load(UsualIds::address(p, static_cast<int32_t>(token)));
+    picks.ids[0] = ids.low;
+    picks.ids[1] = ids.high;
+    if (p.has_weights) {
+      const uint4* const weights = reinterpret_cast<const uint4*>(p.topk_weights) + 2 * token;
+      picks.weights[0] = weights[0];
+      picks.weights[1] = weights[1];
+    }
+    return picks;
+  }
+  __device__ bool are_experts(const DispatchKernelParams& p) const {
+    const uint32_t low = max(max(ids[0].x, ids[0].y), max(ids[0].z, ids[0].w));
+    const uint32_t high = max(max(ids[1].x, ids[1].y), max(ids[1].z, ids[1].w));
+    return p.partition.contains(static_cast<int32_t>(max(low, high)));
+  }
+};
+
+// send_picks for usual picks, without a shuffle. Lane l speaks for rank l.
+__device__ inline void send_usual_picks(const DispatchKernelParams& p, const RankSet<1>& active,
+                                        const OwnBlock& block, const Place (&places)[1],
+                                        uint32_t token, const UsualPicks& picks) {
+  if (!picks.are_experts(p)) {  // the same in all lanes
+    send_picks(p, active, places, static_cast<int32_t>(token),
+               load_pick(p, static_cast<int32_t>(token)));
+    return;
+  }
+  if (((active.words[0] >> lane_id()) & 1) == 0) return;
+  const auto row = static_cast<uint32_t>(places[0].row);
+  const bool is_sent = places[0].sent;
+  const auto invalid = static_cast<uint32_t>(p.invalid_expert_id);
+  const auto id_there = [&](uint32_t id) { return is_sent ? id : invalid; };
+  auto* const ids = reinterpret_cast<uint4*>(block.topk_ids(p, row));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint4& four = picks.ids[i];
+    ids[i] = make_uint4(id_there(four.x), id_there(four.y), id_there(four.z), id_there(four.w));
+  }
+  if (is_sent && p.has_weights) {
+    auto* const weights = reinterpret_cast<uint4*>(block.topk_weights(p, row));
+    weights[0] = picks.weights[0];
+    weights[1] = picks.weights[1];
+  }
+}
+
 // Tells combine where the token's rows are.
 template <int kWords>
 __device__ void write_send_slots(const DispatchKernelParams& p, const Place (&places)[kWords],
                                  int32_t token) {
-  SendSlot* const slots = own_segment(p.workspace).send_slots(token);
+  write_send_slots(p, places, own_segment(p.workspace).send_slots(token));
+}
+template <int kWords>
+__device__ void write_send_slots(const DispatchKernelParams& p, const Place (&places)[kWords],
+                                 SendSlot* slots) {
   int32_t count = 0;
 #pragma unroll 1
   for (int w = 0; w < kWords; ++w) {
@@ -105,8 +166,10 @@ __device__ inline void blank_ids(const DispatchKernelParams& p, const DeviceSegm
   const int64_t count = rows * p.workspace.top_k;
   if (p.workspace.top_k % 4 == 0) {
     const int4 four = make_int4(invalid, invalid, invalid, invalid);
+#pragma unroll 1  // stores wait for nothing, and unrolled it begins with a long division
     for (int64_t i = first; i < count / 4; i += stride) reinterpret_cast<int4*>(ids)[i] = four;
   } else {
+#pragma unroll 1
     for (int64_t i = first; i < count; i += stride) ids[i] = invalid;
   }
 }

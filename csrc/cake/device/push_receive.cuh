@@ -70,7 +70,8 @@ class PushedRows {
     const uint8_t* const packets = own.combine_packets(0, 0);
     // Counted in packets, so that a row takes one register and not two.
     uint32_t at[kRowsAtOnce];
-    const uint32_t slot = own.packet_slot(slot_.rank, slot_.row) * c.packets_per_slot;
+    const auto slot =
+        static_cast<uint32_t>(own.push_slot(slot_.rank, slot_.row)) * c.packets_per_slot;
 #pragma unroll
     for (int k = 0; k < kRowsAtOnce; ++k) {
       at[k] = __shfl_sync(kAllLanes, slot, (first + k) % kWarpSize) + packet;

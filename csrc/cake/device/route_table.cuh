@@ -9,13 +9,15 @@
 #include <cstdint>
 
 #include "cake/cuda_params.h"
+#include "cake/device/bit_columns.cuh"
 #include "cake/device/destinations.cuh"
 #include "cake/device/id_stream.cuh"
+#include "cake/device/memory_access.cuh"
+#include "cake/device/places.cuh"
 #include "cake/device/routing.cuh"
 
 namespace moe_ep::cake {
 
-inline constexpr int32_t kGroupTokens = 32;
 // Shared memory that a table may take: the rest holds rows on their way. Enough for 4096 tokens on
 // 32 ranks, or 512 on 256; a step more costs about a microsecond, a stage less costs bandwidth.
 inline constexpr int32_t kMaxTableBytes = 26 * 1024;
@@ -41,28 +43,10 @@ struct RouteTableShape {
   }
 };
 
-// Of a 32 x 32 matrix of bits, a row a lane: lane i gets column i.
-__device__ inline uint32_t transposed(uint32_t row) {
-  uint32_t low = 0x0000FFFFu;  // columns whose number lacks the bit `distance`
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, row, distance);
-    const bool is_upper = (lane_id() & distance) != 0;
-    const uint32_t kept = is_upper ? ~low : low;
-    row =
-        (row & kept) | (__funnelshift_l(other, other, is_upper ? 32 - distance : distance) & ~kept);
-    low ^= low << (distance / 2);
-  }
-  return row;
-}
-
-// Of one token at one rank.
-struct Place {
-  bool sent;
-  // Within this source's block there. Of a token that is not sent: the row whose ids it blanks. The
-  // j-th such token takes the j-th row from the end of the first num_tokens, and these are exactly
-  // the rows that stay empty: no pass over them, and nobody needs to know how many there are.
-  int32_t row;
+// Usual ids of some tokens, on their way to a warp at once: lane l has token l of each group.
+struct UsualBatch {
+  static constexpr int kGroups = 4;
+  UsualIds groups[kGroups];
 };
 
 template <int kWords>
@@ -74,12 +58,13 @@ class RouteTable {
       : p_(p),
         shape_(shape),
         ranks_(p.workspace.ep_size),
-        warp_(static_cast<int>(threadIdx.x) / kWarpSize),
-        warps_(static_cast<int>(blockDim.x) / kWarpSize),
+        warps_(static_cast<int>(blockDim.x / kWarpSize)),
+        warp_(warps_ - 1 - static_cast<int>(threadIdx.x / kWarpSize)),
         before_step_(reinterpret_cast<int32_t*>(memory)),
         in_step_(before_step_ + ranks_),
         columns_(reinterpret_cast<uint32_t*>(in_step_ + ranks_)),
         before_group_(reinterpret_cast<uint16_t*>(columns_ + shape.entries(ranks_))) {
+#pragma unroll 1
     for (int32_t rank = warp_; rank < ranks_; rank += warps_) {
       if (lane_id() == 0) before_step_[rank] = in_step_[rank] = 0;  // count_rows: the same lane
     }
@@ -87,13 +72,12 @@ class RouteTable {
 
   // Reads the ids of the step that begins with token `first`, and calls `meanwhile` once all are
   // asked for. All warps; CTA barriers before, since the last step may still be read, and after.
-  // The only place where all ids are read. kLoads: those of a warp in flight. With 8, top-8 and
-  // int32 they are all of 2048 tokens.
+  // kLoads: those of a warp in flight. With 8, top-8 and int32 they are all of 2048 tokens.
   template <int kLoads, typename Meanwhile>
   __device__ void scan(const RankSet<kWords>& active, int32_t first, const Meanwhile& meanwhile) {
-    const int32_t tokens = begin_step(first);
+    begin_step(first);
     IdStream ids(p_, first + warp_ * kGroupTokens + lane_id(), warps_ * kGroupTokens,
-                 first + tokens);
+                 first + tokens_);
     // For all warps the same, so that the compiler sees shuffles among lanes that are together.
     int32_t places = ids.places((groups_ + warps_ - 1) / warps_);
     if (!ids.is_usable()) {
@@ -124,94 +108,93 @@ class RouteTable {
       }
     }
   }
-  __device__ void scan(const RankSet<kWords>& active, int32_t first) {
-    scan<kWords == 1 ? 8 : 1>(active, first, [] {});
-  }
 
-  // The same for usual ids, in a quarter of the instructions: those in front of the first row are
-  // 1 us for each 370. Up to 32 ranks.
+  // For usual ids, up to 32 ranks: asks for the first ids of a step, and does not look at them.
+  __device__ UsualBatch ask_usual(int32_t first) {
+    begin_step(first);
+    return load_usual(warp_);
+  }
+  // scan in a quarter of the instructions: those in front of the first row are 1 us for each 370.
+  // Behind ask_usual.
   template <typename Meanwhile>
-  __device__ void scan_usual(const EvenOwners& owners, const RankSet<kWords>& active, int32_t first,
-                             const Meanwhile& meanwhile) {
+  __device__ void scan_usual(const EvenOwners& owners, const RankSet<kWords>& active,
+                             UsualBatch batch, const Meanwhile& meanwhile) {
     static_assert(kWords == 1);
-    const int32_t tokens = begin_step(first);
-    constexpr int kGroups = 4;  // of a warp, on their way at once
-    bool is_told = false;
+    constexpr int kGroups = UsualBatch::kGroups;
 #pragma unroll 1
-    for (int32_t next = warp_;; next += kGroups * warps_) {
-      UsualIds ids[kGroups];
+    for (int32_t first_group = warp_;; first_group += kGroups * warps_) {
+      const bool is_last = first_group + kGroups * warps_ >= groups_;
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
-        const int32_t group = next + i * warps_;
+        const int32_t group = first_group + i * warps_;
+        if (group < groups_) {
+          const bool exists = group * kGroupTokens + lane_id() < tokens_;
+          store_columns(group, active, {exists ? batch.groups[i].owners(owners) : 0});
+        }
+        // Not before: the ids are here sooner than the numbers of the items.
+        if (i == 0 && is_last) meanwhile();
         if (group >= groups_) break;
-        const int32_t token = min(group * kGroupTokens + lane_id(), tokens - 1);
-        ids[i] = UsualIds::load(UsualIds::address(p_, first + token));
       }
-      if (!is_told && next + kGroups * warps_ >= groups_) {
-        meanwhile();
-        is_told = true;
-      }
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        const int32_t group = next + i * warps_;
-        if (group >= groups_) return;
-        const bool exists = group * kGroupTokens + lane_id() < tokens;
-        store_columns(group, active, {exists ? ids[i].owners(owners) : 0});
-      }
+      if (is_last) return;
+      batch = load_usual(first_group + kGroups * warps_);
     }
   }
 
   // Numbers the rows of the step. All warps; CTA barriers before and after.
   __device__ void count_rows() {
-    const int32_t groups = (groups_ + kWarpSize - 1) / kWarpSize;  // of a lane, one after the other
-    for (int32_t first_rank = 0; first_rank < ranks_; first_rank += warps_) {
-      const int32_t rank = first_rank + warp_;
-      const int32_t all = rank < ranks_ ? groups_ : 0;
-      const int32_t begin = rank * shape_.stride + min(lane_id() * groups, all);
-      const int32_t end = rank * shape_.stride + min((lane_id() + 1) * groups, all);
-      int32_t rows = 0;
-      for (int32_t entry = begin; entry < end; ++entry) rows += __popc(columns_[entry]);
-      int32_t sum = rows;
+#pragma unroll 1
+    for (int32_t rank = warp_; rank < ranks_; rank += warps_) {
+      int32_t used = 0;
+#pragma unroll 1
+      for (int32_t first = 0; first < groups_; first += kWarpSize) {
+        const int32_t group = first + lane_id();
+        const int32_t entry = rank * shape_.stride + group;
+        const int32_t rows = group < groups_ ? __popc(columns_[entry]) : 0;
+        int32_t sum = rows;
 #pragma unroll
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
-        if (lane_id() >= distance) sum += other;
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+          const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+          if (lane_id() >= distance) sum += other;
+        }
+        if (group < groups_) before_group_[entry] = static_cast<uint16_t>(used + sum - rows);
+        used += __shfl_sync(kAllLanes, sum, kWarpSize - 1);
       }
-      int32_t before = sum - rows;
-      for (int32_t entry = begin; entry < end; ++entry) {
-        before_group_[entry] = static_cast<uint16_t>(before);
-        before += __popc(columns_[entry]);
-      }
-      const int32_t used = __shfl_sync(kAllLanes, sum, kWarpSize - 1);
-      if (lane_id() == 0 && rank < ranks_) {
+      if (lane_id() == 0) {
         before_step_[rank] += in_step_[rank];
         in_step_[rank] = used;
       }
     }
   }
 
-  // The token must be of the current step.
-  __device__ Place place(int32_t token, int32_t rank) const {
-    if (rank >= ranks_) return {false, 0};
-    const int32_t bit = (token - first_) % kGroupTokens;
-    const int32_t entry = rank * shape_.stride + (token - first_) / kGroupTokens;
-    const uint32_t column = columns_[entry];
-    const int32_t before =
-        before_step_[rank] + before_group_[entry] + __popc(column & bits_below(bit));
-    if ((column >> bit) & 1) return {true, before};
-    return {false, p_.num_tokens - 1 - (token - before)};
+  // Of the current step, behind count_rows.
+  __device__ RankRoutes of_rank(int32_t rank) const {
+    const bool exists = rank < ranks_;
+    const uint32_t entry = held(exists ? rank * shape_.stride : 0);
+    return {columns_ + entry, before_group_ + entry, before_step_[exists ? rank : 0], first_,
+            exists};
   }
 
   // Rows sent to a rank up to the end of the current step.
   __device__ int32_t total(int32_t rank) const { return before_step_[rank] + in_step_[rank]; }
 
  private:
-  // Returns the number of its tokens.
-  __device__ int32_t begin_step(int32_t first) {
-    const int32_t tokens = min(p_.num_tokens - first, shape_.tokens);
+  __device__ void begin_step(int32_t first) {
     first_ = first;
-    groups_ = (tokens + kGroupTokens - 1) / kGroupTokens;
-    return tokens;
+    tokens_ = min(p_.num_tokens - first, shape_.tokens);
+    groups_ =
+        static_cast<int32_t>(static_cast<uint32_t>(tokens_ + kGroupTokens - 1) / kGroupTokens);
+  }
+
+  // Of a warp's groups from `group` on.
+  __device__ UsualBatch load_usual(int32_t group) const {
+    UsualBatch batch;
+#pragma unroll
+    for (int i = 0; i < UsualBatch::kGroups; ++i, group += warps_) {
+      if (group >= groups_) break;
+      const int32_t token = min(group * kGroupTokens + lane_id(), tokens_ - 1);
+      batch.groups[i] = UsualIds::load(UsualIds::address(p_, first_ + token));
+    }
+    return batch;
   }
 
   // For ids of which only single ones can be loaded.
@@ -243,7 +226,8 @@ class RouteTable {
                                 const RankSet<kWords>& set) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      const uint32_t column = transposed(set.words[w] & active.words[w]);
+      const uint32_t row = set.words[w] & active.words[w];
+      const uint32_t column = kWords == 1 ? transposed(row, ranks_) : transposed(row);
       const int32_t rank = w * kWarpSize + lane_id();
       if (rank < ranks_ && group < groups_) columns_[rank * shape_.stride + group] = column;
     }
@@ -252,9 +236,10 @@ class RouteTable {
   const DispatchKernelParams& p_;
   const RouteTableShape& shape_;
   int32_t ranks_;
-  int warp_;
   int warps_;
+  int warp_;                // from the last one: the first ones have rows to load
   int32_t first_ = 0;       // token of the current step
+  int32_t tokens_ = 0;      // of the current step
   int32_t groups_ = 0;      // of the current step
   int32_t* before_step_;    // [ep_size] rows used before the current step
   int32_t* in_step_;        // [ep_size] and in it

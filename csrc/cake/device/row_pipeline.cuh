@@ -11,22 +11,12 @@
 #include "cake/cuda_params.h"
 #include "cake/device/copy_by_lanes.cuh"
 #include "cake/device/memory_access.cuh"
+#include "cake/device/own_block.cuh"
+#include "cake/device/pipeline_shape.cuh"
 #include "cake/device/routing.cuh"
 #include "cake/device/workspace.cuh"
 
 namespace moe_ep::cake {
-
-struct PipelineShape {
-  int32_t warps;        // of a CTA that may work
-  int32_t stages;       // of a warp: 2 .. 16
-  uint32_t parts;       // of a record
-  uint32_t part_bytes;  // a multiple of kRowAlignment; the last part may be shorter
-  uint64_t record_bytes;
-
-  MOE_EP_HOST_DEVICE constexpr int32_t bytes() const {
-    return warps * stages * static_cast<int32_t>(part_bytes + sizeof(BulkBarrier));
-  }
-};
 
 // Out of line, since it has more loads in flight than its callers have registers to spare.
 __device__ __noinline__ inline void copy_with_lanes(uint8_t* to, const uint8_t* from,
@@ -40,30 +30,26 @@ class RowPipeline {
  public:
   // `memory` has shape.bytes(), aligned to kRowAlignment. All warps.
   __device__ RowPipeline(const DispatchKernelParams& p, const PipelineShape& shape, uint8_t* memory)
-      : p_(p), shape_(shape) {
-    const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarpSize;
-    rows_ = memory + static_cast<uint64_t>(warp * shape.stages) * shape.part_bytes;
-    arrived_ = reinterpret_cast<BulkBarrier*>(memory + static_cast<uint64_t>(shape.warps) *
+      : p_(p), shape_(shape), counter_(&own_segment(p.workspace).state()->dispatch_items) {
+    const int32_t warp = static_cast<int32_t>(threadIdx.x / kWarpSize);
+    rows_ = memory + static_cast<uint32_t>(warp * shape.stages) * shape.part_bytes;
+    arrived_ = reinterpret_cast<BulkBarrier*>(memory + static_cast<uint32_t>(shape.warps) *
                                                            shape.stages * shape.part_bytes) +
                warp * shape.stages;
-    // With few items fewer warps of a CTA work, so that all multiprocessors do.
-    num_items_ = static_cast<uint32_t>(p.num_tokens) * shape.parts;
-    const uint32_t ctas = gridDim.x;
-    const uint32_t workers =
-        min(static_cast<uint32_t>(shape.warps), (num_items_ + ctas - 1) / ctas);
-    works_ = static_cast<uint32_t>(warp) < workers;
-    more_ = num_items_ > ctas * workers;
+    works_ = static_cast<uint32_t>(warp) < shape.workers;
     spare_ = shape.stages - 1;
     if (!works_) return;
-    at_once_ = min(max(num_items_ / (ctas * workers), 1u), static_cast<uint32_t>(shape.stages));
     if (lane_id() < shape.stages) arrived_[lane_id()].init();
     BulkBarrier::publish_init();
     __syncwarp();
   }
 
+  // Needed by `reserve`: known before the kernel must wait for the one before it.
+  __device__ uint64_t counter_address() const { return counter_.address(); }
+
   // Asks for the first items; their numbers are on the way while the caller does something else.
   __device__ void reserve() {
-    if (works_ && lane_id() == 0) next_ = take_items(counter(), at_once_);
+    if (works_ && lane_id() == 0) next_ = counter_.take(shape_.first_items);
   }
 
   // Starts the first loads. Then asks for one item more, if there may be one: nobody waits for an
@@ -72,9 +58,9 @@ class RowPipeline {
     if (!works_) return;
     const uint32_t first = __shfl_sync(kAllLanes, next_, 0);
 #pragma unroll 1
-    for (uint32_t i = 0; i < at_once_; ++i) load_into_free(first + i);
+    for (uint32_t i = 0; i < shape_.first_items; ++i) load_into_free(first + i);
     if (lane_id() == 0) {
-      next_ = more_ && first < num_items_ ? take_items(counter(), 1) : kNoItem;
+      next_ = shape_.has_more_items && first < shape_.num_items ? counter_.take(1) : kNoItem;
     }
   }
 
@@ -90,14 +76,14 @@ class RowPipeline {
   }
 
   // The item at hand, or kNoItem. The same in all lanes.
-  __device__ uint32_t item() const {
-    return works_ ? __shfl_sync(kAllLanes, item_, stage_) : kNoItem;
+  __device__ uint32_t item() const { return __shfl_sync(kAllLanes, item_, stage_); }
+  __device__ RowPart part_of(uint32_t item) const {
+    const auto token = static_cast<uint32_t>(shape_.by_parts.divide(static_cast<int32_t>(item)));
+    return {token, item - token * shape_.parts};
   }
-  __device__ int32_t token_of(uint32_t item) const {
-    return static_cast<int32_t>(shape_.parts == 1 ? item : item / shape_.parts);
-  }
-  __device__ uint32_t part_of(uint32_t item) const {
-    return shape_.parts == 1 ? 0 : item % shape_.parts;
+  // Of a token. That of the token behind the last is behind all items, and not kNoItem.
+  __device__ uint32_t first_item_of(int32_t token) const {
+    return static_cast<uint32_t>(token) * shape_.parts;
   }
 
   // Returns when the item at hand is in its stage.
@@ -107,11 +93,11 @@ class RowPipeline {
   }
 
   // Sends the part at hand to a row of a rank. Lanes differ in rank and row; each may send several.
-  __device__ void send(uint32_t part, const DeviceSegment& segment, int64_t row) const {
-    const uint8_t* from = stage_memory(stage_);
+  __device__ void send(uint32_t part, const OwnBlock& block, uint32_t row) const {
+    const uint8_t* const from = stage_memory(stage_);
     for_each_piece(part, [&](const Piece& piece) {
-      bulk_store(segment.payload_row(p_.placement, piece.payload, row) + piece.in_row,
-                 from + piece.in_stage, piece.bytes);
+      bulk_store(block.payload_row(p_, piece.payload, row) + piece.in_row, from + piece.in_stage,
+                 piece.bytes);
     });
   }
 
@@ -138,12 +124,20 @@ class RowPipeline {
     uint32_t bytes;
   };
 
+  __device__ uint32_t bytes_of(uint32_t part) const {
+    return part + 1 == shape_.parts ? shape_.last_part_bytes : shape_.part_bytes;
+  }
+
   template <typename Visit>
   __device__ void for_each_piece(uint32_t part, const Visit& visit) const {
     const uint64_t begin = static_cast<uint64_t>(part) * shape_.part_bytes;
-    const uint64_t end = min(begin + shape_.part_bytes, shape_.record_bytes);
+    if (part < shape_.parts_of_first) {  // most parts; the loop takes 20 instructions a payload
+      visit(Piece{0, begin, 0, bytes_of(part)});
+      return;
+    }
+    const uint64_t end = begin + bytes_of(part);
     uint64_t row_begin = 0;
-#pragma unroll 1  // mostly one payload or two
+#pragma unroll 1  // mostly two payloads
     for (int32_t i = 0; i < p_.num_payloads; ++i) {
       const uint64_t row_end = row_begin + p_.placement.pitch[i];
       const uint64_t from = max(begin, row_begin);
@@ -160,11 +154,20 @@ class RowPipeline {
     return kAllInBulk || p_.payload_is_aligned[payload];
   }
 
+  __device__ uint32_t bytes_in_bulk(uint32_t part) const {
+    if constexpr (kAllInBulk) return bytes_of(part);
+    uint32_t bytes = 0;
+    for_each_piece(part, [&](const Piece& piece) {
+      if (goes_in_bulk(piece.payload)) bytes += piece.bytes;
+    });
+    return bytes;
+  }
+
   // The number was asked for one item ago, and the one after it is asked for now.
   __device__ void load_next() {
     const uint32_t item = __shfl_sync(kAllLanes, next_, 0);
     load_into_free(item);
-    if (lane_id() == 0 && item < num_items_) next_ = take_items(counter(), 1);
+    if (lane_id() == 0 && item < shape_.num_items) next_ = counter_.take(1);
   }
 
   // Stages are filled in the order in which they are sent.
@@ -175,59 +178,53 @@ class RowPipeline {
   }
 
   __device__ void load(int32_t stage, uint32_t item) {
-    const bool exists = item < num_items_;
+    const bool exists = item < shape_.num_items;
     if (lane_id() == stage) item_ = exists ? item : kNoItem;
     if (!exists) return;
-    const int64_t token = token_of(item);
-    const uint32_t part = part_of(item);
+    const RowPart row = part_of(item);
     uint8_t* const to = stage_memory(stage);
     if (lane_id() == 0) {
-      uint32_t bytes = 0;
-      for_each_piece(part, [&](const Piece& piece) {
-        if (goes_in_bulk(piece.payload)) bytes += piece.bytes;
-      });
-      arrived_[stage].expect(bytes);
-      for_each_piece(part, [&](const Piece& piece) {
+      arrived_[stage].expect(bytes_in_bulk(row.part));
+      for_each_piece(row.part, [&](const Piece& piece) {
         if (!goes_in_bulk(piece.payload)) return;
-        const RowsIn& rows = p_.payloads[piece.payload];
-        bulk_load(to + piece.in_stage, rows.data + token * rows.stride + piece.in_row, piece.bytes,
+        bulk_load(to + piece.in_stage, row_of(piece.payload, row.token) + piece.in_row, piece.bytes,
                   arrived_[stage]);
       });
     }
     if constexpr (!kAllInBulk) {
-      for_each_piece(part, [&](const Piece& piece) {
-        if (!goes_in_bulk(piece.payload)) copy_piece(piece, token, to + piece.in_stage);
+      for_each_piece(row.part, [&](const Piece& piece) {
+        if (!goes_in_bulk(piece.payload)) copy_piece(piece, row.token, to + piece.in_stage);
       });
       fence_shared_to_bulk();
     }
   }
 
+  __device__ const uint8_t* row_of(int32_t payload, uint32_t token) const {
+    const RowsIn& rows = p_.payloads[payload];
+    return rows.data + static_cast<uint64_t>(rows.stride) * token;
+  }
+
   // Leaves the bytes between a row's end and its pitch as they are.
-  __device__ void copy_piece(const Piece& piece, int64_t token, uint8_t* to) const {
+  __device__ void copy_piece(const Piece& piece, uint32_t token, uint8_t* to) const {
     const RowsIn& rows = p_.payloads[piece.payload];
     const auto row_bytes = static_cast<uint64_t>(rows.row_bytes);
     const uint64_t end = min(piece.in_row + piece.bytes, row_bytes);
     const uint64_t alignment =
         reinterpret_cast<uint64_t>(rows.data) | static_cast<uint64_t>(rows.stride) | row_bytes;
-    copy_with_lanes(to, rows.data + token * rows.stride + piece.in_row,
+    copy_with_lanes(to, row_of(piece.payload, token) + piece.in_row,
                     static_cast<uint32_t>(end - piece.in_row), alignment);
   }
 
   __device__ uint8_t* stage_memory(int32_t stage) const {
-    return rows_ + static_cast<uint64_t>(stage) * shape_.part_bytes;
-  }
-  __device__ uint32_t* counter() const {
-    return &own_segment(p_.workspace).state()->dispatch_items;
+    return rows_ + static_cast<uint32_t>(stage) * shape_.part_bytes;
   }
 
   const DispatchKernelParams& p_;
   const PipelineShape& shape_;
-  uint8_t* rows_;         // of this warp's stages
-  BulkBarrier* arrived_;  // of this warp's stages
-  uint32_t num_items_;
-  bool works_;               // this warp has items
-  bool more_;                // than one for every working warp
-  uint32_t at_once_ = 0;     // items of the first grab
+  ItemCounter counter_;
+  uint8_t* rows_;            // of this warp's stages
+  BulkBarrier* arrived_;     // of this warp's stages
+  bool works_;               // this warp takes items; if not, it never has one
   uint32_t item_ = kNoItem;  // lane s: of stage s
   uint32_t next_ = kNoItem;  // lane 0: taken from the counter, not loaded
   int32_t stage_ = 0;        // of the item at hand

@@ -25,7 +25,19 @@ __device__ inline uint32_t word_of(uint4 chunk, int i) {
   return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
 }
 
-// 16 bytes of a row.
+// Where the sum of a token starts: a sum that must not be formed is NaN from the start.
+__device__ inline float start_of_sum(bool valid) {
+  return valid ? 0.0f : float_from_bits(kFloat32Nan);
+}
+
+template <int kElements>
+__device__ void start(float (&sum)[kElements], bool valid) {
+#pragma unroll
+  for (float& element : sum) element = start_of_sum(valid);
+}
+
+// 16 bytes of a row. `begin` is `add` to sums of +0.0: it makes +0 of -0, in the 16 bit types two
+// at a time.
 template <RowType kType>
 struct Chunk;
 
@@ -35,6 +47,10 @@ struct Chunk<RowType::kFloat32> {
   static constexpr int kElements = 4;
   static constexpr Element kNan = kFloat32Nan;
 
+  __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
+    start(sum, true);
+    add(sum, chunk);
+  }
   __device__ static void add(float (&sum)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], __uint_as_float(word_of(chunk, i)));
@@ -55,13 +71,19 @@ struct Chunk<RowType::kFloat16> {
   static constexpr int kElements = 8;
   static constexpr Element kNan = kFloat16Nan;
 
+  __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t word;
+      asm("add.rn.f16x2 %0,%1,%2;" : "=r"(word) : "r"(word_of(chunk, i)), "r"(0));
+      unpack(word, sum[2 * i], sum[2 * i + 1]);
+    }
+  }
   __device__ static void add(float (&sum)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float low, high;
-      asm("{.reg .f16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}"
-          : "=f"(low), "=f"(high)
-          : "r"(word_of(chunk, i)));
+      unpack(word_of(chunk, i), low, high);
       sum[2 * i] = __fadd_rn(sum[2 * i], low);
       sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], high);
     }
@@ -72,6 +94,11 @@ struct Chunk<RowType::kFloat16> {
   }
 
  private:
+  __device__ static void unpack(uint32_t word, float& low, float& high) {
+    asm("{.reg .f16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
   __device__ static uint32_t pair(float low, float high) {
     uint32_t bits;
     asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -85,12 +112,21 @@ struct Chunk<RowType::kBFloat16> {
   static constexpr int kElements = 8;
   static constexpr Element kNan = kBFloat16Nan;
 
+  __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t word;
+      asm("add.rn.bf16x2 %0,%1,%2;" : "=r"(word) : "r"(word_of(chunk, i)), "r"(0));
+      unpack(word, sum[2 * i], sum[2 * i + 1]);
+    }
+  }
   __device__ static void add(float (&sum)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t word = word_of(chunk, i);
-      sum[2 * i] = __fadd_rn(sum[2 * i], __uint_as_float(word << 16));
-      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __uint_as_float(word & 0xFFFF0000u));
+      float low, high;
+      unpack(word_of(chunk, i), low, high);
+      sum[2 * i] = __fadd_rn(sum[2 * i], low);
+      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], high);
     }
   }
   __device__ static uint4 round(const float (&sum)[kElements]) {
@@ -99,22 +135,15 @@ struct Chunk<RowType::kBFloat16> {
   }
 
  private:
+  __device__ static void unpack(uint32_t word, float& low, float& high) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xFFFF0000u);
+  }
   __device__ static uint32_t pair(float low, float high) {
     uint32_t bits;
     asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
     return with_canonical_nans<kNan>(bits);
   }
 };
-
-// Where the sum of a token starts: a sum that must not be formed is NaN from the start.
-__device__ inline float start_of_sum(bool valid) {
-  return valid ? 0.0f : float_from_bits(kFloat32Nan);
-}
-
-template <int kElements>
-__device__ void start(float (&sum)[kElements], bool valid) {
-#pragma unroll
-  for (float& element : sum) element = start_of_sum(valid);
-}
 
 }  // namespace moe_ep::cake

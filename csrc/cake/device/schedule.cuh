@@ -1,11 +1,9 @@
-// The hand-over between two launches: the wait for the kernel before this one, behind what need not
-// wait, and the leave for the one behind it.
+// The wait for the kernel before this one, behind what need not wait.
 #pragma once
 
 #include <cstdint>
 
 #include "cake/device/memory_access.cuh"
-#include "cake/device/routing.cuh"
 
 namespace moe_ep::cake {
 
@@ -22,12 +20,6 @@ __device__ void wait_for_previous_kernel_knowing(Addresses... addresses) {
   const uint64_t bits = (address_bits(addresses) | ...);
   asm volatile("{.reg .pred q; setp.ne.u64 q,%0,0; @q griddepcontrol.wait;}" ::"l"(bits)
                : "memory");
-}
-
-// By each warp, after its last wait. The first call of allow_next_kernel in a CTA counts for all of
-// it, so that only the last warp may make it. waiting: in shared memory, warps that still wait.
-__device__ inline void stop_waiting(uint32_t* waiting) {
-  if (lane_id() == 0 && atomicSub(waiting, 1u) == 1) allow_next_kernel();
 }
 
 }  // namespace moe_ep::cake

@@ -8,13 +8,17 @@
 #include "cake/device/routing.cuh"
 #include "cake/device/row_sum.cuh"
 #include "cake/device/workspace.cuh"
+#include "core/host_device.h"
 
 namespace moe_ep::cake {
 
-// Where lane j finds the slot of the token's row j.
-__device__ inline const int2* slot_address(const CombineKernelParams& p, int32_t token) {
+// Where lane j finds the slot of a token's row j.
+__device__ inline const int2* lane_slot(const SendSlot* slots_of_token) {
   static_assert(sizeof(SendSlot) == sizeof(int2));
-  return reinterpret_cast<const int2*>(own_segment(p.workspace).send_slots(token)) + lane_id();
+  return reinterpret_cast<const int2*>(slots_of_token) + lane_id();
+}
+__device__ inline const int2* slot_address(const CombineKernelParams& p, int32_t token) {
+  return lane_slot(own_segment(p.workspace).send_slots(token));
 }
 
 // Written by dispatch, so it can be read before the wait.
@@ -29,15 +33,34 @@ struct TokenRows {
   int count;           // the same for all lanes
 };
 
-// Nothing is read from the rows: this may come before the wait.
-__device__ inline TokenRows locate_rows(const CombineKernelParams& p, SendSlot slot) {
-  const uint32_t behind_end = __ballot_sync(kAllLanes, slot.rank < 0);
-  TokenRows rows{nullptr, behind_end == 0 ? kWarpSize : __ffs(static_cast<int>(behind_end)) - 1};
-  if (lane_id() < rows.count) {
-    const int64_t block = static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank;
-    rows.row = DeviceSegment(p.workspace, slot.rank).combine_row(block + slot.row, p.pitch);
+// This rank's blocks of rows in the segments of all ranks.
+struct RowBlocks {
+  const uint8_t* first;  // the block at rank 0
+  uint64_t rank_stride;
+  uint64_t pitch;  // of the rows
+
+  MOE_EP_HOST_DEVICE explicit RowBlocks(const CombineKernelParams& p)
+      : first(DeviceSegment(p.workspace, 0)
+                  .combine_row(static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank,
+                               p.pitch)),
+        rank_stride(static_cast<uint64_t>(p.workspace.rank_stride)),
+        pitch(p.pitch) {}
+
+  // Where a slot's row lies, if there is one.
+  __device__ const uint8_t* row(SendSlot slot) const {
+    return first + static_cast<uint32_t>(slot.rank) * rank_stride +
+           static_cast<uint32_t>(slot.row) * pitch;
   }
-  return rows;
+};
+
+// Nothing is read from the rows: this may come before the wait.
+__device__ inline TokenRows locate_rows(const RowBlocks& blocks, SendSlot slot) {
+  const uint32_t behind_end = __ballot_sync(kAllLanes, slot.rank < 0);
+  // As many lanes as there are zeros below the lowest one: 32 if there is no one.
+  return {blocks.row(slot), __popc(~behind_end & (behind_end - 1))};
+}
+__device__ inline TokenRows locate_rows(const CombineKernelParams& p, SendSlot slot) {
+  return locate_rows(RowBlocks(p), slot);
 }
 
 // Adds the 16 bytes at `offset` of kRows rows from row `first` on, with all loads in flight at
@@ -92,20 +115,23 @@ __device__ inline void store_aligned_vector(uint8_t* to, int32_t bytes, uint4 ch
   if (lane_id() * 16 < bytes) store_chunk(to + lane_id() * 16, chunk);
 }
 
-// The same where the destination is not aligned: through shared memory, so that neighbouring lanes
-// write neighbouring elements.
+// Stores `bytes` from shared memory where the destination is not aligned: neighbouring lanes write
+// neighbouring elements.
+template <RowType kType>
+__device__ void store_elements(uint8_t* to, const void* from, int32_t bytes) {
+  using Element = typename Chunk<kType>::Element;
+#pragma unroll 1  // unrolled, its addresses cost the aligned case 40 registers
+  for (int i = lane_id(); i * static_cast<int>(sizeof(Element)) < bytes; i += kWarpSize) {
+    reinterpret_cast<Element*>(to)[i] = static_cast<const Element*>(from)[i];
+  }
+}
+
+// As store_aligned_vector, through 512 bytes of shared memory.
 template <RowType kType>
 __device__ void store_unaligned_vector(uint8_t* to, int32_t bytes, uint4 chunk, uint4* scratch) {
-  using Element = typename Chunk<kType>::Element;
-  constexpr int kElements = kWarpSize * Chunk<kType>::kElements;
   scratch[lane_id()] = chunk;
   __syncwarp();
-#pragma unroll 1  // unrolled, its addresses cost the aligned case 40 registers
-  for (int i = lane_id(); i < kElements; i += kWarpSize) {
-    if (i * static_cast<int>(sizeof(Element)) < bytes) {
-      reinterpret_cast<Element*>(to)[i] = reinterpret_cast<const Element*>(scratch)[i];
-    }
-  }
+  store_elements<kType>(to, scratch, bytes);
   __syncwarp();  // read before it is written again
 }
 

@@ -1,15 +1,17 @@
-// Typed access to the regions of a rank's segment, for kernels.
+// Typed access to the regions of a rank's segment, for kernels; some of it also for launchers,
+// which compute addresses once that a kernel would compute at each use.
 #pragma once
 
 #include <cstdint>
 
 #include "cake/cuda_params.h"
+#include "core/host_device.h"
 
 namespace moe_ep::cake {
 
 class DeviceSegment {
  public:
-  __device__ DeviceSegment(const DeviceWorkspace& workspace, int32_t rank)
+  MOE_EP_HOST_DEVICE DeviceSegment(const DeviceWorkspace& workspace, int32_t rank)
       : base_(workspace.base + rank * workspace.rank_stride), w_(workspace) {}
 
   __device__ RoundHeader* round_header(int32_t source) const {
@@ -19,14 +21,14 @@ class DeviceSegment {
     return reinterpret_cast<CombineFlag*>(base_ + w_.layout.combine_flags.offset +
                                           static_cast<uint64_t>(owner) * kFlagAlignment);
   }
-  __device__ DeviceState* state() const { return at<DeviceState>(w_.layout.device_state); }
+  MOE_EP_HOST_DEVICE DeviceState* state() const { return at<DeviceState>(w_.layout.device_state); }
   __device__ uint32_t* dispatch_arrivals(int32_t source) const {
     return reinterpret_cast<uint32_t*>(base_ + w_.layout.dispatch_arrivals.offset +
                                        static_cast<uint64_t>(source) * kFlagAlignment);
   }
   __device__ int32_t* recv_counts() const { return at<int32_t>(w_.layout.recv_counts); }
   // Of one token: max_destinations of them.
-  __device__ SendSlot* send_slots(int32_t token) const {
+  MOE_EP_HOST_DEVICE SendSlot* send_slots(int32_t token) const {
     return at<SendSlot>(w_.layout.send_slots) + static_cast<int64_t>(token) * w_.max_destinations;
   }
   __device__ int32_t* eplb_stats(int32_t source) const {
@@ -44,12 +46,14 @@ class DeviceSegment {
     return base_ + placement.offset[payload] +
            static_cast<uint64_t>(row) * placement.pitch[payload];
   }
-  __device__ uint8_t* combine_row(int64_t row, uint64_t pitch) const {
+  MOE_EP_HOST_DEVICE uint8_t* combine_row(int64_t row, uint64_t pitch) const {
     return base_ + w_.layout.combine_rows.offset + static_cast<uint64_t>(row) * pitch;
   }
   // Slot `row` of what rank `from` sends here.
   __device__ uint8_t* dispatch_packets(int32_t from, int32_t row) const {
-    return packets(w_.layout.dispatch_packets, from, row, w_.dispatch_slot_bytes);
+    const auto slot = static_cast<uint64_t>(from) * static_cast<uint32_t>(w_.low_latency_tokens) +
+                      static_cast<uint32_t>(row);
+    return base_ + w_.layout.dispatch_packets.offset + slot * w_.dispatch_slot_bytes;
   }
   __device__ uint8_t* stats_packets(int32_t from) const {
     return base_ + w_.layout.stats_packets.offset +
@@ -57,22 +61,18 @@ class DeviceSegment {
   }
   // Slot `row` of what rank `from` has made of the rows from here.
   __device__ uint8_t* combine_packets(int32_t from, int32_t row) const {
-    return packets(w_.layout.combine_packets, from, row, w_.combine_slot_bytes);
+    return base_ + w_.layout.combine_packets.offset + push_slot(from, row) * w_.combine_slot_bytes;
   }
-  // Which slot of its region that is; also of dispatch_packets.
-  __device__ uint32_t packet_slot(int32_t from, int32_t row) const {
-    return static_cast<uint32_t>(from) * static_cast<uint32_t>(w_.low_latency_tokens) +
+  // Which slot of its region that is.
+  __device__ uint64_t push_slot(int32_t from, int32_t row) const {
+    return static_cast<uint64_t>(from) * static_cast<uint32_t>(w_.push_slots) +
            static_cast<uint32_t>(row);
   }
 
  private:
   template <typename T>
-  __device__ T* at(const Region& region) const {
+  MOE_EP_HOST_DEVICE T* at(const Region& region) const {
     return reinterpret_cast<T*>(base_ + region.offset);
-  }
-  __device__ uint8_t* packets(const Region& region, int32_t from, int32_t row,
-                              uint64_t slot_bytes) const {
-    return base_ + region.offset + packet_slot(from, row) * slot_bytes;
   }
 
   uint8_t* base_;
@@ -81,7 +81,7 @@ class DeviceSegment {
 
 static_assert(WorkspaceLayout::kHeaderStride == sizeof(RoundHeader));
 
-__device__ inline DeviceSegment own_segment(const DeviceWorkspace& workspace) {
+MOE_EP_HOST_DEVICE inline DeviceSegment own_segment(const DeviceWorkspace& workspace) {
   return {workspace, workspace.ep_rank};
 }
 
