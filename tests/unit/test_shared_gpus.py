@@ -12,8 +12,20 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep import BootstrapConfig, MoEEpCommParams, create_communication, shared_gpus
-from moe_ep.shared_gpus import GpuShare, multiprocessors_of, warn_of_overlapping_shares
+from moe_ep import (
+    BootstrapConfig,
+    CakeAlltoAllConfig,
+    MoEEpCommParams,
+    create_communication,
+    shared_gpus,
+)
+from moe_ep.cake.places import geometry_of
+from moe_ep.shared_gpus import (
+    GpuShare,
+    are_several,
+    multiprocessors_of,
+    warn_of_overlapping_shares,
+)
 from tests.unit.test_collectives import ThreadComm
 
 A, B = "GPU-a", "GPU-b"
@@ -148,3 +160,27 @@ def test_the_size_of_a_gpu_is_nvmls(nvml: Any, uuid: str, wanted: int | None) ->
 def test_without_nvml_the_size_is_unknown() -> None:
     with mock.patch.object(ctypes, "CDLL", side_effect=OSError("no such file")):
         assert multiprocessors_of(A) is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "several"),
+    [
+        ([None, None], False),
+        (on(A, 66, 66), False),
+        (on(A, 66, 66) + on(B, 66, 66), True),
+        (on(A, 132) + on(B, 132), True),
+    ],
+)
+def test_gpus_are_told_apart_by_their_uuid(shares: list[GpuShare | None], several: bool) -> None:
+    assert are_several(shares) is several
+
+
+def test_the_workspace_takes_as_much_on_several_gpus_as_on_one() -> None:
+    params = MoEEpCommParams(num_experts=8, top_k=2, max_tokens_per_rank=16, hidden_size=64)
+    cuda = torch.device("cuda")
+    one, several = (
+        geometry_of(params, 4, CakeAlltoAllConfig(), cuda, spans_gpus=spans)
+        for spans in (False, True)
+    )
+    assert one.segment_bytes == several.segment_bytes
+    assert one.fields() != several.fields()
