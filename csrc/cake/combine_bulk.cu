@@ -69,7 +69,7 @@ cudaError_t launch_combine_bulk(const CombineKernelParams& p, const CudaContext&
   const uint64_t most_items = tokens_per_rank(p) * shape.parts;
   if (most_items > kMaxItems) return cudaErrorInvalidValue;
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
   // Few items are spread over all multiprocessors, a warp of each.
   const int ctas = ctas_for(std::max(most_items, stage.max_items(p)), 1, multiprocessors);

@@ -15,7 +15,7 @@ template <bool kStaged>
 cudaError_t launch_direct(const DirectCombine& params, const CudaContext& context) {
   const CombineKernelParams& p = params.combine;
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
   const uint64_t pieces = tokens_per_rank(p) * params.pieces_per_row;
   const int ctas = ctas_for(std::max(pieces, params.stage.max_items(p)), kDirectSumWarps,

@@ -11,11 +11,11 @@ namespace moe_ep::cake {
 cudaError_t launch_combine_push(const CombineKernelParams& p, const CudaContext& context) {
   const PushCombine params = PushCombine::of(p);
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
-  // Of a rank that has all its tokens: grids are sized by what the ranks share. Under MPS the count
-  // of multiprocessors is the rank's share: so many CTAs on each leave room for the grids of the
-  // other ranks on a GPU and for the kernel behind this one.
+  // Of a rank that has all its tokens: grids are sized by what the ranks share. So many CTAs on
+  // each multiprocessor leave room for the grids of the other ranks on a GPU and for the kernel
+  // behind this one.
   const uint64_t sums = tokens_per_rank(p) * static_cast<uint64_t>(params.shape.pieces);
   const uint64_t warps = 1 + static_cast<uint64_t>(params.sends()) + sums;
   const LaunchShape shape{ctas_for(warps, kPushWarps, kPushCtasPerSm * multiprocessors),

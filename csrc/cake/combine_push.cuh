@@ -48,7 +48,8 @@ __device__ inline int32_t push_rank_of_warp() {
 }
 
 // Sums this warp's share: tasks task, task + step, ...; `places` and `slot` are the first of it, if
-// there is any. valid: whether sums may be formed; if not they are NaN.
+// there is any. valid: whether sums may be formed; if not they are NaN. A warp without a sum does
+// not give leave to the next kernel: it has waited for nothing.
 template <RowType kType>
 __device__ void sum_share(const PushCombine& c, uint32_t epoch, bool valid, PushedPlaces places,
                           SendSlot slot, int32_t task, int32_t step, uint4* scratch) {
@@ -77,7 +78,6 @@ __device__ void sum_share(const PushCombine& c, uint32_t epoch, bool valid, Push
     places = PushedPlaces::of(c, task + step);
     slot = load_slot(c.combine, places.slots);
   }
-  allow_next_kernel();
 }
 
 template <RowType kType>

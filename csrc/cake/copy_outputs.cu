@@ -26,7 +26,7 @@ cudaError_t launch_copy_outputs(const DispatchKernelParams& p, const CudaContext
   const int64_t words = static_cast<int64_t>(p.tokens_per_rank) * p.workspace.top_k;
   if (words == 0 || outputs_are_in_workspace(p)) return cudaSuccess;
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
   const int64_t wanted = (words - 1) / (kCopyThreads * kWordsPerThread) + 1;
   const int64_t most =

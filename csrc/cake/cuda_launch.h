@@ -22,7 +22,7 @@ inline bool all_payloads_are_aligned(const DispatchKernelParams& p) {
 
 // How many multiprocessors of the current device a grid should fill: less than there are, and under
 // MPS less than the process's share.
-cudaError_t multiprocessor_count(int* count);
+cudaError_t multiprocessors_to_fill(int* count);
 
 struct LaunchShape {
   int ctas;

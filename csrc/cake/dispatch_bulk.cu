@@ -18,10 +18,10 @@ constexpr int kMaxSharedBytes = 226 * 1024;
 constexpr int kMinSharedBytes = 118 * 1024;
 
 // Records go in parts, and a part is an item. Measured with rows of 14336 bytes, two ranks on one
-// H200, 7 warps of 2 stages: 4 parts were best at 64 tokens a rank (1 a multiprocessor) and at 512
-// (8), 2 parts at 128 and at 4096 (62).
+// H200, 7 warps of 2 stages: 4 parts were best at 64 tokens a rank (1 a CTA) and at 512 (8), 2
+// parts at 128 and at 4096 (70).
 struct PartsOfTokens {
-  int64_t tokens_per_multiprocessor;  // up to so many
+  int64_t tokens_per_cta;  // up to so many
   uint32_t parts;
 };
 constexpr PartsOfTokens kPartsTable[] = {{8, 4}, {std::numeric_limits<int64_t>::max(), 2}};
@@ -43,11 +43,10 @@ constexpr uint64_t kPartAlignment = kRegionAlignment;
 
 constexpr uint64_t quotient_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
-uint64_t parts_of(uint64_t record_bytes, int32_t tokens_per_rank, int multiprocessors) {
-  const auto* const entry =
-      std::find_if(std::begin(kPartsTable), std::end(kPartsTable), [&](const PartsOfTokens& e) {
-        return tokens_per_rank / multiprocessors < e.tokens_per_multiprocessor;
-      });
+uint64_t parts_of(uint64_t record_bytes, int32_t tokens_per_rank, int ctas) {
+  const auto* const entry = std::find_if(
+      std::begin(kPartsTable), std::end(kPartsTable),
+      [&](const PartsOfTokens& e) { return tokens_per_rank / ctas <= e.tokens_per_cta; });
   const uint64_t most = std::max<uint64_t>(record_bytes / kMinPartBytes, 1);
   const uint64_t least = std::max<uint64_t>(quotient_up(record_bytes, kMaxPartBytes), 1);
   return std::max(std::min<uint64_t>(entry->parts, most), least);
@@ -125,7 +124,7 @@ auto* kernel_for(const BulkDispatchParams& params) {
 
 cudaError_t launch_dispatch_bulk(const DispatchKernelParams& p, const CudaContext& context) {
   int multiprocessors = 0;
-  cudaError_t error = multiprocessor_count(&multiprocessors);
+  cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
 
   // By tokens_per_rank and not by num_tokens: an SM more is needed for blank rows just as well.

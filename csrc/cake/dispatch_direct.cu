@@ -57,7 +57,7 @@ cudaError_t launch_dispatch_direct(const DispatchKernelParams& p, const CudaCont
   if (tasks > INT32_MAX / 2) return cudaErrorInvalidValue;
 
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
   constexpr int64_t warps = kThreads / kWarpSize;
   const LaunchShape shape{

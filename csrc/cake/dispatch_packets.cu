@@ -39,14 +39,17 @@ cudaError_t launch_dispatch_packets(const DispatchKernelParams& p, const CudaCon
     params.dispatch.topk_ids = w.base + w.ep_rank * w.rank_stride + w.layout.topk_ids.offset;
   }
   const int64_t tasks = tasks_of(params);
-  // Not reached: the path is for few tokens, and a workspace for such records has no limit so high.
-  if (p.tokens_per_rank > kMaxPacketTokens || tasks > INT32_MAX / 2) return cudaErrorInvalidValue;
+  // Not reached: the path is for few tokens, and no machine has room for such records.
+  if (p.tokens_per_rank > kMaxPacketTokens || tasks > INT32_MAX / 2 ||
+      params.record.threads > RecordShape::kMaxThreads) {
+    return cudaErrorInvalidValue;
+  }
 
   int multiprocessors = 0;
-  const cudaError_t error = multiprocessor_count(&multiprocessors);
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
-  // Under MPS the count is the rank's share. So many CTAs on each multiprocessor leave room for the
-  // grids of the other ranks on a GPU and for the kernel behind this one.
+  // So many CTAs on each multiprocessor leave room for the grids of the other ranks on a GPU and
+  // for the kernel behind this one.
   const PacketInputs inputs = params.inputs();
   const int per_sm = inputs == PacketInputs::kUsual ? kPacketCtasPerSm<PacketInputs::kUsual>
                                                     : kPacketCtasPerSm<PacketInputs::kAny>;

@@ -49,8 +49,7 @@ enum class CombinePath { kPush, kDirect, kBulkRows };
 // ordered flag and then a read over the link; a push has a third more bytes to move. Where all
 // ranks are on one GPU there is no link, and pulling was 2 to 15 % faster at any size.
 constexpr int32_t push_tokens(const Geometry& g) {
-  constexpr int64_t kMaxPushedRowBytes = 1 << 20;  // offsets in a row and in a slot are 32 bits
-  if (g.spans_gpus == 0 || g.combine_bytes_per_token > kMaxPushedRowBytes) return 0;
+  if (g.spans_gpus == 0) return 0;
   return std::min(g.push_slots(), g.max_destinations() <= 4 ? 8 : 4);
 }
 

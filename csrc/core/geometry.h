@@ -21,6 +21,7 @@ struct Geometry {
 
   // Per rank; there is room for so many that come back as packets.
   MOE_EP_HOST_DEVICE constexpr int32_t push_slots() const {
+    if (combine_bytes_per_token > kMaxPushedRowBytes) return 0;
     return low_latency_tokens < kMaxPushTokens ? low_latency_tokens : kMaxPushTokens;
   }
   // A token has at most one row on a rank, and at most one rank for each of its picks.

@@ -15,6 +15,8 @@ inline constexpr uint32_t kArrivalsPerRound = 65536;
 inline constexpr int32_t kMaxPacketTokens = 32;
 // Tokens a rank of which combine may push the rows as packets.
 inline constexpr int32_t kMaxPushTokens = 8;
+// Of a row that is pushed: what is within a slot is counted in 32 bits.
+inline constexpr int64_t kMaxPushedRowBytes = 1 << 20;
 // Of one rank. Far above any machine, far below where sums of offsets leave 64 bits.
 inline constexpr int64_t kMaxSegmentBytes = int64_t{1} << 46;
 

@@ -85,8 +85,8 @@ __device__ inline bool await_details(const DispatchKernelParams& p, int32_t sour
 }
 
 // For one whole warp of the grid, which has seen a header of this epoch with another signature. It
-// must be the warp that writes DeviceState and the receive counts, after it has written them. The
-// ranks tell each other what they were called with, each tells its host, and the round goes on
+// comes behind what writes DeviceState and the receive counts: in the same warp, or by a barrier.
+// The ranks tell each other what they were called with, each tells its host, and the round goes on
 // without rows: its sums will be NaN. Headers and arrivals must be sent as in any round.
 template <int kWords>
 __device__ __noinline__ void settle_disagreement(const DispatchKernelParams& p,

@@ -177,9 +177,9 @@ __device__ inline void wait_for_previous_kernel() {
 
 // The next kernel of the stream may start, as far as this CTA goes: the first call in it counts.
 // Only after the last wait on a peer, since its CTAs take places that a peer on the same GPU may
-// need to make progress (four ranks on one GPU hung). Where every warp waits for packets the first
-// one to be done makes the call, while others of its CTA still wait: grids there leave room for the
-// next one beside those of all ranks, and to leave it to the last warp cost 0.8 us a launch.
+// need to make progress (four ranks on one GPU hung). Where every warp waits for packets, the first
+// one to be done makes the call while others of its CTA still wait: to leave it to the last cost
+// 0.8 us a launch. See docs/cake.md for why that may be.
 __device__ inline void allow_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -18,6 +18,8 @@ inline constexpr int kWordsPerChunk = 4;
 
 // How a run of chunks is dealt to the threads and warps of both sides.
 struct RecordShape {
+  static constexpr int32_t kMaxThreads = INT32_MAX / PacketSlots::kPacketBytes;
+
   int32_t threads;  // q of thread q is below this
   int32_t pieces;   // of 32 threads: a warp's share
 
@@ -29,6 +31,10 @@ struct RecordShape {
   // Of the slot.
   MOE_EP_HOST_DEVICE constexpr uint64_t packet(int32_t q, int j) const {
     return static_cast<uint64_t>(j) * static_cast<uint32_t>(threads) + static_cast<uint32_t>(q);
+  }
+  // Bytes from a thread's packet to its next. Up to kMaxThreads.
+  MOE_EP_HOST_DEVICE constexpr uint32_t step() const {
+    return static_cast<uint32_t>(threads) * static_cast<uint32_t>(PacketSlots::kPacketBytes);
   }
   // From the start of the slot.
   MOE_EP_HOST_DEVICE constexpr uint64_t packet_offset(int32_t q, int j) const {
@@ -111,9 +117,8 @@ static_assert(threads_cover_a_record_of(1) && threads_cover_a_record_of(96) &&
 // `at`, here and below: this thread's first packet.
 __device__ inline void store_packets(uint8_t* at, const RecordShape& shape,
                                      const ThreadWords& words, uint32_t epoch) {
-  const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
 #pragma unroll
-  for (int j = 0; j < kPacketsPerThread; ++j, at += step) {
+  for (int j = 0; j < kPacketsPerThread; ++j, at += shape.step()) {
     store_packet(at, words.packet(j, packet_tag(epoch)));
   }
 }
@@ -124,9 +129,8 @@ struct ThreadPackets {
 
   // All loads in flight at once.
   __device__ void load(const uint8_t* at, const RecordShape& shape) {
-    const uint32_t step = static_cast<uint32_t>(shape.threads) * PacketSlots::kPacketBytes;
 #pragma unroll
-    for (int j = 0; j < kPacketsPerThread; ++j, at += step) packets[j] = load_packet(at);
+    for (int j = 0; j < kPacketsPerThread; ++j, at += shape.step()) packets[j] = load_packet(at);
   }
   __device__ bool are_of(uint32_t epoch) const {
     bool all = true;

@@ -11,7 +11,7 @@ namespace moe_ep::cake {
 
 struct PipelineShape {
   int32_t warps;   // of a CTA that have stages
-  int32_t stages;  // of a warp: 2 .. 16
+  int32_t stages;  // of a warp
   uint32_t parts;  // of a record
   FastDivider by_parts{1};
   uint32_t parts_of_first;   // so many parts lead that are of the first payload alone
