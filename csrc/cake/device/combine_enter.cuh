@@ -126,9 +126,11 @@ __device__ inline void publish_read_rows(const CombineKernelParams& p, const Com
   }
 }
 
-// By all threads of every CTA, where the experts did not write their rows in place.
-__device__ inline void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
-                                              StageTable& table) {
+// By all threads of every CTA, where the experts did not write their rows in place. bring: as
+// stage_rows calls it.
+template <typename Bring>
+__device__ void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
+                                       Bring bring, StageTable& table) {
   const CombineRound round(p, own_segment(p.workspace).state());
   if (__syncthreads_or(round.failed()) != 0) return;  // another CTA may fail at this moment
   const int32_t* const recv_counts = own_segment(p.workspace).recv_counts();
@@ -136,7 +138,7 @@ __device__ inline void stage_and_publish_rows(const CombineKernelParams& p, cons
     if (!round.is_active(source)) return -1;
     return round.misused() ? 0 : recv_counts[source];
   };
-  stage_rows(p, plan, num_rows, [&] { publish_read_rows(p, round); }, table);
+  stage_rows(p, plan, num_rows, bring, [&] { publish_read_rows(p, round); }, table);
 }
 
 __device__ inline void record_combine_disagreement(const DeviceWorkspace& workspace) {
@@ -163,12 +165,21 @@ __device__ inline bool await_rows(const CombineKernelParams& p, uint32_t epoch, 
 }
 
 // By all threads of every CTA: waits for the kernel before this one, and stages.
+template <typename Bring>
+__device__ void begin_staged_combine(const CombineKernelParams& p, const StagePlan& plan,
+                                     Bring bring) {
+  __shared__ StageTable table;
+  wait_for_previous_kernel();
+  stage_and_publish_rows(p, plan, bring, table);
+}
+
+// The same where rows are copied, or are in place already.
 template <bool kStaged>
 __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& plan) {
   if constexpr (kStaged) {
-    __shared__ StageTable table;
-    wait_for_previous_kernel();
-    stage_and_publish_rows(p, plan, table);
+    begin_staged_combine(p, plan, [&](int32_t source, uint64_t first, uint32_t count) {
+      copy_chunks(p, plan, source, first, count);
+    });
   } else {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
