@@ -23,6 +23,7 @@ OPS_SOURCES = [
     "csrc/cake/combine.cpp",
     "csrc/cake/copy_row.cpp",
     "csrc/cake/dispatch.cpp",
+    "csrc/cake/fp8_rows.cpp",
     "csrc/cake/initialize.cpp",
     "csrc/cake/reduce_rows.cpp",
     "csrc/ops/cake_combine.cpp",
@@ -38,6 +39,7 @@ OPS_SOURCES = [
 OPS_CUDA_SOURCES = [
     "csrc/cake/combine_bulk.cu",
     "csrc/cake/combine_direct.cu",
+    "csrc/cake/combine_fp8.cu",
     "csrc/cake/combine_push.cu",
     "csrc/cake/combine_quantized.cu",
     "csrc/cake/copy_outputs.cu",

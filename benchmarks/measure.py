@@ -51,6 +51,7 @@ class Timing:
     """One contestant's figures.
 
     variant: None for a limit.
+    link_bytes: that cross the busiest link.
     samples, rounds: how many figures a spread is over, and how many rounds they are the means of.
     phases: "round", and where they were timed "dispatch", "combine", "host".
     """
@@ -61,6 +62,7 @@ class Timing:
     samples: int
     rounds: int
     counted_bytes: int
+    link_bytes: int
     phases: dict[str, Spread]
 
     @property
@@ -119,26 +121,30 @@ def measure_case(
 
     for contestant in contestants:
         _verify_after(contestant, place)
-    timings = [_timing(*entry, _slowest(s)) for entry, s in zip(entries, stamps, strict=True)]
+    timings = [
+        _timing(*entry, workload, _slowest(s)) for entry, s in zip(entries, stamps, strict=True)
+    ]
     for contestant in contestants:
         contestant.close()
-    return CaseResult(case, workload.physical_bytes, workload.link_bytes, timings)
+    return CaseResult(case, workload.physical_bytes(), workload.link_bytes(), timings)
 
 
 def _contestants(
     workload: Workload, place: Place, variants: list[Variant]
 ) -> list[tuple[Contestant, Variant | None]]:
-    case, moved = workload.case, workload.physical_bytes.round
+    case = workload.case
     entries: list[tuple[Contestant, Variant | None]] = []
     for variant in variants:
         rounds = Rounds(variant, workload, place)
+        moved = workload.physical_bytes(fp8_combine=variant.fp8_combine).round
         if place.device.type == "cuda":
             entries.append((cuda_contestant(rounds, moved, case.tokens, place), variant))
         else:
             entries.append((HostRounds(rounds, moved), variant))
+    moved = workload.physical_bytes().round
     limits: list[Contestant]
     if place.device.type == "cuda":
-        limits = cuda_limits(moved, workload.link_bytes, place)
+        limits = cuda_limits(moved, workload.link_bytes(), place)
     else:
         limits = [HostCopy(moved, case.ranks)]
     return entries + [(limit, None) for limit in limits]
@@ -208,7 +214,9 @@ def _slowest(stamps: list[tuple[float, ...]]) -> Tensor:
     return slowest
 
 
-def _timing(contestant: Contestant, variant: Variant | None, slowest: Tensor) -> Timing:
+def _timing(
+    contestant: Contestant, variant: Variant | None, workload: Workload, slowest: Tensor
+) -> Timing:
     spreads = [Spread.of(column) for column in slowest.unbind(1)]
     return Timing(
         name=contestant.name,
@@ -217,5 +225,6 @@ def _timing(contestant: Contestant, variant: Variant | None, slowest: Tensor) ->
         samples=len(slowest),
         rounds=len(slowest) * contestant.rounds_per_sample,
         counted_bytes=contestant.counted_bytes,
+        link_bytes=workload.link_bytes(fp8_combine=variant is not None and variant.fp8_combine),
         phases=dict(zip(contestant.phases, spreads, strict=True)),
     )

@@ -108,7 +108,7 @@ def _figures_of(
     median = timing.round_us.median
     variant = timing.variant
     is_link = timing is link
-    crosses = result.link_bytes if variant is not None or is_link else 0
+    crosses = timing.link_bytes if variant is not None or is_link else 0
     return {
         "backend": timing.name,
         "mode": timing.mode,

@@ -82,7 +82,7 @@ class Rounds:
         _poison(received)
         self._output.fill_(float("nan"))
         self.combine()
-        self._work.check_combine(self._output)
+        self._work.check_combine(self._output, fp8_combine=self.variant.fp8_combine)
         self._output.fill_(float("nan"))
 
     def verify_last(self, received: MoEEpDispatchResult | None) -> None:
@@ -92,7 +92,7 @@ class Rounds:
         """
         assert received is not None, "no round was run"
         self._check_dispatch(received)
-        self._work.check_combine(self._output)
+        self._work.check_combine(self._output, fp8_combine=self.variant.fp8_combine)
 
     def check(self) -> None:
         """Raise what the device recorded."""

@@ -22,6 +22,8 @@ class Variant:
     pdl: `enable_pdl` of the backend's config; None: as it decides.
     mask: all ranks are active, by a mask on the device that the kernels look at.
     stats: statistics of every expert travel with dispatch.
+    fp8_combine: rows travel back as scaled FP8. The limits are still those of a round that moves
+        unquantised rows.
     """
 
     label: str
@@ -31,6 +33,7 @@ class Variant:
     pdl: bool | None = None
     mask: bool = False
     stats: bool = False
+    fp8_combine: bool = False
 
     def options(self, num_experts: int) -> dict[str, Any]:
         """Return settings for create_communication."""
@@ -41,6 +44,8 @@ class Variant:
             options["enable_rank_mask"] = True
         if self.stats:
             options["eplb_stats_num_experts"] = num_experts
+        if self.fp8_combine:
+            options["use_low_precision_combine"] = True
         return options
 
     @property
@@ -60,6 +65,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "copy": {"zero_copy": False},
     "mask": {"mask": True},
     "stats": {"stats": True},
+    "fp8-combine": {"fp8_combine": True},
 }
 CUDA_MODIFIERS = ("graph", "steady", "phases", "pdl", "no-pdl")
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, MoEEpDispatchResult, QuantFormat
+from moe_ep.params import row_format
+from moe_ep.quantization import dequantize_fp8, quantize_to_fp8
 from moe_ep.reference import expert_owners, round_once, token_destinations
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -119,19 +121,19 @@ class Workload:
         self.topk_ids = self._ids[rank]
         self.topk_weights = self._weights_of(rank)
 
-    @property
-    def physical_bytes(self) -> PhysicalBytes:
-        params = self.case.params
-        moved = self.case.ranks * self.case.tokens + int(self._copies.sum())
+    def physical_bytes(self, *, fp8_combine: bool = False) -> PhysicalBytes:
+        """fp8_combine: of a round whose rows travel back as scaled FP8."""
+        params, copies = self.case.params, int(self._copies.sum())
+        tokens = self.case.ranks * self.case.tokens
         return PhysicalBytes(
-            dispatch=moved * params.dispatch_bytes_per_token,
-            combine=moved * params.combine_bytes_per_token,
+            dispatch=(tokens + copies) * params.dispatch_bytes_per_token,
+            combine=tokens * params.combine_bytes_per_token + copies * self._row_back(fp8_combine),
         )
 
-    @property
-    def link_bytes(self) -> int:
+    def link_bytes(self, *, fp8_combine: bool = False) -> int:
         """Bytes of rows that leave, or reach, the busiest GPU in a round."""
         params, case = self.case.params, self.case
+        row_back = self._row_back(fp8_combine)
         leave, reach = [0] * max(case.gpus, 1), [0] * max(case.gpus, 1)
         for source, row in enumerate(self._copies.tolist()):
             for owner, copies in enumerate(row):
@@ -139,8 +141,8 @@ class Workload:
                 if here != there:
                     leave[here] += copies * params.dispatch_bytes_per_token
                     reach[there] += copies * params.dispatch_bytes_per_token
-                    leave[there] += copies * params.combine_bytes_per_token
-                    reach[here] += copies * params.combine_bytes_per_token
+                    leave[there] += copies * row_back
+                    reach[here] += copies * row_back
         return max(leave + reach)
 
     def evaluate_experts(self, into: Tensor) -> None:
@@ -181,14 +183,26 @@ class Workload:
         counts = self._copies[:, self.rank].to(self.device, torch.int32)
         self._require_equal("counts", result.recv_token_counts, counts)
 
-    def check_combine(self, combined: Tensor) -> None:
-        """Raise AssertionError unless every element is the float32 sum, rounded once."""
+    def check_combine(self, combined: Tensor, *, fp8_combine: bool = False) -> None:
+        """Raise AssertionError unless every element is the float32 sum, rounded once.
+
+        fp8_combine: of the rows as scaled FP8.
+        """
         shape = (self.case.tokens, self.case.hidden_size)
         total = torch.zeros(shape, dtype=torch.float32, device=self.device)
         for owner in range(self.case.ranks):
             sent = self._sent[self.rank][:, owner]
-            total[sent] += self._partial_rows(self.rank, owner).float()
+            rows = self._partial_rows(self.rank, owner).float()
+            total[sent] += dequantize_fp8(*quantize_to_fp8(rows)) if fp8_combine else rows
         self._require_equal("combined rows", combined, round_once(total, combined.dtype))
+
+    def _row_back(self, fp8_combine: bool) -> int:
+        """Return the bytes of a row that combine moves."""
+        params = self.case.params
+        if not fp8_combine:
+            return params.combine_bytes_per_token
+        row = row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype)
+        return row.value_bytes + row.scale_bytes
 
     def _partial_rows(self, source: int, owner: int) -> Tensor:
         """[copies, hidden_size]: what `owner` returns for the tokens that `source` sent it."""

@@ -105,6 +105,7 @@ def _(
     dtype: torch.dtype,
     timeout_sec: int,
     enable_pdl: bool = True,
+    low_precision: bool = False,
 ) -> Tensor:
     return workspace.new_empty((num_tokens, hidden_size), dtype=dtype)
 
@@ -120,6 +121,7 @@ def _(
     timeout_sec: int,
     output: Tensor,
     enable_pdl: bool = True,
+    low_precision: bool = False,
 ) -> None:
     return None
 
@@ -140,6 +142,7 @@ def _(
     scale_layout: int,
     scalar_scale: float,
     enable_pdl: bool = True,
+    low_precision: bool = False,
 ) -> tuple[Tensor, Tensor]:
     quant_format, layout = _native.QuantFormat(format), _native.ScaleLayout(scale_layout)
     tile = _native.rows_per_scale_tile(layout)

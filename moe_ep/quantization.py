@@ -1,7 +1,8 @@
-"""What do the block-scaled formats store? MXFP8, MXFP4 and NVFP4 in plain torch.
+"""What do the block-scaled formats store? MXFP8, MXFP4, NVFP4 and DeepSeek's FP8 in plain torch.
 
-`combine` can hand out its float32 sums in these formats, for the next matrix multiplication. This
-module says, in a few readable lines, which bits come out then; the kernels give exactly the same.
+`combine` can hand out its float32 sums in the first three, for the next matrix multiplication, and
+expert rows can travel in the last. This module says, in a few readable lines, which bits come out
+then; the kernels give exactly the same.
 
 A row is cut into blocks, the last one may be shorter; each block has one scale:
 
@@ -9,10 +10,13 @@ A row is cut into blocks, the last one may be shorter; each block has one scale:
     MXFP8   e4m3     32     power of two   element * scale
     MXFP4   e2m1     32     power of two   element * scale
     NVFP4   e2m1     16     e4m3           element * scale / scalar_scale
+    FP8     e4m3     128    float32        element * scale
 
 The MX scale is the smallest power of two (2**-127 or more) with which no element of the block
 overflows, as in the recipes of cuBLAS and TensorRT-LLM; the OCP specification suggests to round it
-down and to saturate. A block with an infinity or NaN gets the scale NaN and elements zero.
+down and to saturate. The FP8 scale is the largest magnitude / 448, rounded up to 20 bits, so that
+products with elements are exact; it does not go below that of 2**-100. In every format a block with
+an infinity or NaN gets the scale NaN and elements zero.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ BLOCK_FORMATS = (QuantFormat.MXFP8, QuantFormat.MXFP4, QuantFormat.NVFP4)
 
 _BLOCK_SIZE = {QuantFormat.MXFP8: 32, QuantFormat.MXFP4: 32, QuantFormat.NVFP4: 16}
 _LARGEST_ELEMENT = {QuantFormat.MXFP8: 448.0, QuantFormat.MXFP4: 6.0, QuantFormat.NVFP4: 6.0}
+_FP8_BLOCK_SIZE = 128
+_LARGEST_FP8_SCALE = 1198368 * 2.0**96 + 2.0**119
+"""Of 20 bits, with a finite product with 448."""
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The number of each e2m1 code 0..7; bit 3 is the sign."""
 
@@ -81,10 +88,7 @@ def quantize_rows(
     Raises TypeError if rows are not float32, MoEEpConfigError as `check_quantization`.
     """
     check_quantization(quant_format, scalar_scale)
-    if rows.dtype != torch.float32 or rows.dim() != 2:
-        raise TypeError(
-            f"rows must be float32 [num_rows, hidden_size], got {rows.dtype} {list(rows.shape)}."
-        )
+    _require_float32_rows(rows)
     blocks = _cut_into_blocks(rows, _BLOCK_SIZE[quant_format])
     largest = blocks.abs().amax(dim=2)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
@@ -148,6 +152,34 @@ def dequantize_rows(
     return blocks.flatten(1)[:, :hidden_size]
 
 
+def quantize_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise float32 `rows` [num_rows, hidden_size] to `QuantFormat.DeepSeekFp8`.
+
+    Returns (values, scales): [num_rows, hidden_size] float8_e4m3fn and
+    [num_rows, ceil(hidden_size / 128)] float32.
+
+    Raises TypeError if rows are not float32.
+    """
+    _require_float32_rows(rows)
+    blocks = _cut_into_blocks(rows, _FP8_BLOCK_SIZE)
+    largest = blocks.abs().amax(dim=2)
+    is_finite = largest.isfinite()
+    exact = torch.where(is_finite, largest, 0.0).clamp(min=2.0**-100) * rows.new_tensor(1 / 448)
+    rounded_up = ((exact.view(torch.int32) + 15) & ~15).view(torch.float32)
+    scales = rounded_up.clamp(max=_LARGEST_FP8_SCALE)
+    # By a tensor, not a Python number: torch may compute the inverse of a number in another way.
+    elements = blocks * (torch.ones_like(scales) / scales)[:, :, None]
+    elements = torch.where(is_finite[:, :, None], elements, 0.0)
+    values = _to_e4m3(elements.flatten(1)[:, : rows.shape[1]])
+    return values, torch.where(is_finite, scales, torch.nan)
+
+
+def dequantize_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 [num_rows, hidden_size] that `quantize_to_fp8` stored."""
+    blocks = _cut_into_blocks(values.float(), _FP8_BLOCK_SIZE) * scales[:, :, None]
+    return blocks.flatten(1)[:, : values.shape[1]]
+
+
 def check_quantization(quant_format: QuantFormat, scalar_scale: float) -> None:
     """Raise MoEEpConfigError unless rows can be quantised to `quant_format` with `scalar_scale`."""
     if quant_format not in BLOCK_FORMATS:
@@ -159,6 +191,13 @@ def check_quantization(quant_format: QuantFormat, scalar_scale: float) -> None:
         raise MoEEpConfigError(
             f"{quant_format.name} has no scalar scale (only NVFP4 has one): scalar_scale must be "
             f"1.0, got {scalar_scale}."
+        )
+
+
+def _require_float32_rows(rows: Tensor) -> None:
+    if rows.dtype != torch.float32 or rows.dim() != 2:
+        raise TypeError(
+            f"rows must be float32 [num_rows, hidden_size], got {rows.dtype} {list(rows.shape)}."
         )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.params import MoEEpCommParams
+from moe_ep.quantization import dequantize_fp8, quantize_to_fp8
 
 Expert = Callable[[int, Tensor], Tensor]
 """From an expert's number and [rows, hidden_size] float32 to the same shape."""
@@ -193,6 +194,7 @@ def reference_combine(
     tokens_per_rank: int,
     active_ranks: Collection[int] | None = None,
     output_dtype: torch.dtype | None = None,
+    use_low_precision_combine: bool = False,
 ) -> list[Tensor]:
     """[n, hidden_size] for each rank: every token's partial rows, summed where the token came from.
 
@@ -200,7 +202,14 @@ def reference_combine(
         are never read, so a NaN in one changes nothing.
     expert_outputs: [ep_size * tokens_per_rank, hidden_size] of each rank, one partial row in the
         place of each received one. A rank that does not take part needs only an entry.
+    use_low_precision_combine: every row, wherever it lies, travels as
+        `moe_ep.quantization.quantize_to_fp8` stores it.
     """
+
+    def travelled(rows: Tensor) -> Tensor:
+        """The float32 numbers that the source adds."""
+        return dequantize_fp8(*quantize_to_fp8(rows)) if use_low_precision_combine else rows
+
     outputs = []
     for source, ids in enumerate(topk_ids):
         goes = token_destinations(params, ep_size, ids, active_ranks)
@@ -209,7 +218,7 @@ def reference_combine(
         for owner in range(ep_size):
             rows = expert_outputs[owner].reshape(-1, params.hidden_size)
             tokens = goes[:, owner].nonzero().flatten()
-            total[tokens] += rows[row_of_token[tokens, owner]].float()
+            total[tokens] += travelled(rows[row_of_token[tokens, owner]].float())
         outputs.append(round_once(total, output_dtype or params.token_dtype))
     return outputs
 

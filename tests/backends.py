@@ -25,6 +25,7 @@ class Backend:
     masks: active_rank_mask.
     extra_bytes: extra_payload_bytes_per_token.
     zero_copy: get_combine_input_buffer returns memory.
+    low_precision: use_low_precision_combine.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
     devices: where it runs, of tests.ranks.devices.
     """
@@ -34,6 +35,7 @@ class Backend:
     masks: bool = False
     extra_bytes: bool = False
     zero_copy: bool = False
+    low_precision: bool = False
     interruptible: bool = False
     devices: tuple[str, ...] = (CPU,)
 
@@ -48,6 +50,7 @@ ALL = (
         masks=True,
         extra_bytes=True,
         zero_copy=True,
+        low_precision=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
     ),

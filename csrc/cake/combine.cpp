@@ -11,6 +11,7 @@
 
 #include "cake/copy_row.h"
 #include "cake/cpu.h"
+#include "cake/fp8_rows.h"
 #include "cake/reduce_rows.h"
 #include "cake/segment.h"
 #include "cake/wait_for_peers.h"
@@ -20,10 +21,11 @@
 namespace moe_ep::cake {
 namespace {
 
-// Copies the rows that hold tokens into the workspace; rows without a token are never read.
+// Brings the rows that hold tokens into the workspace, as they travel; rows without a token are
+// never read.
 void stage(const CombineParams& p, const Segment& own, const ParallelFor& parallel_for) {
   if (p.expert_output == nullptr) return;
-  const int64_t row_bytes = p.hidden_size * row_type_bytes(p.row_type);
+  const int64_t row_bytes = travelling_row_bytes(p);
   const RowCopy copy_row(
       bytes_of_round(p.workspace.geometry.ep_size, p.tokens_per_rank, row_bytes));
   for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
@@ -33,8 +35,13 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
     parallel_for(0, own.round_header(source).num_rows, kRowsPerChunk,
                  [&](int64_t begin, int64_t end) {
                    for (int64_t row = first + begin; row < first + end; ++row) {
-                     copy_row(own.combine_row(row, row_bytes),
-                              p.expert_output + row * p.expert_output_stride, row_bytes);
+                     const uint8_t* from = p.expert_output + row * p.expert_output_stride;
+                     uint8_t* to = own.combine_row(row, row_bytes);
+                     if (p.low_precision) {
+                       quantize_row_to_fp8(from, p.hidden_size, p.row_type, to);
+                     } else {
+                       copy_row(to, from, row_bytes);
+                     }
                    }
                    copy_row.finish();
                  });
@@ -44,7 +51,7 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
 void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& own, int64_t token,
           float* sum) {
   const Geometry& g = p.workspace.geometry;
-  const int64_t row_bytes = p.hidden_size * row_type_bytes(p.row_type);
+  const int64_t row_bytes = travelling_row_bytes(p);
   const SendSlot* slots = own.send_slots() + token * g.max_destinations();
   const int64_t first = static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank;
   const uint8_t* rows[kMaxTopK];
@@ -55,11 +62,20 @@ void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& 
         Segment(p.workspace, layout, slot.rank).combine_row(first + slot.row, row_bytes);
   }
   if (p.quantized == nullptr) {
-    reduce_rows(rows, num_rows, p.hidden_size, p.row_type, p.output + token * row_bytes);
+    uint8_t* out = p.output + token * p.hidden_size * row_type_bytes(p.row_type);
+    if (p.low_precision) {
+      reduce_fp8_rows(rows, num_rows, p.hidden_size, p.row_type, out);
+    } else {
+      reduce_rows(rows, num_rows, p.hidden_size, p.row_type, out);
+    }
+    return;
+  }
+  if (p.low_precision) {
+    reduce_fp8_rows_to_float(rows, num_rows, p.hidden_size, sum);
   } else {
     reduce_rows_to_float(rows, num_rows, p.hidden_size, p.row_type, sum);
-    quantize_sum(*p.quantized, token, sum);
   }
+  quantize_sum(*p.quantized, token, sum);
 }
 
 void publish(const CombineParams& p, const WorkspaceLayout& layout, uint32_t epoch) {
@@ -68,6 +84,7 @@ void publish(const CombineParams& p, const WorkspaceLayout& layout, uint32_t epo
     const Segment segment(p.workspace, layout, peer);
     CombineFlag& flag = segment.combine_flag(p.workspace.ep_rank);
     flag.row_type = static_cast<int32_t>(p.row_type);
+    flag.low_precision = p.low_precision;
     flag.hidden_size = p.hidden_size;
     signal(&flag.ready, epoch, &segment.control().sleepers);
   }
@@ -77,9 +94,9 @@ bool flags_agree(const CombineParams& p, const Segment& own) {
   for (int32_t owner = 0; owner < p.workspace.geometry.ep_size; ++owner) {
     if (!p.active.contains(owner)) continue;
     const CombineFlag& flag = own.combine_flag(owner);
-    if (flag.row_type != static_cast<int32_t>(p.row_type) || flag.hidden_size != p.hidden_size) {
-      return false;
-    }
+    const bool same_rows =
+        flag.row_type == static_cast<int32_t>(p.row_type) && flag.hidden_size == p.hidden_size;
+    if (!same_rows || flag.low_precision != p.low_precision) return false;
   }
   return true;
 }

@@ -22,6 +22,10 @@ cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContex
 // Many tokens: rows come through shared memory, by the copy engine.
 cudaError_t launch_combine_bulk(const CombineKernelParams& p, const CudaContext& context);
 
+// Any number of tokens whose rows travel as scaled FP8; p.expert_output is given, and p.pitch is
+// that of such a row. The sums are rounded to p.output, or to p.quantized if p.output_is_quantized.
+cudaError_t launch_combine_fp8(const CombineKernelParams& p, const CudaContext& context);
+
 // Any number of tokens; the sums are rounded to p.quantized instead of p.output.
 cudaError_t launch_combine_quantized(const CombineKernelParams& p, const CudaContext& context);
 

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
     if (!failed) publish_when_read(p, round, static_cast<uint32_t>(warps));
     if (valid && task < c.receives()) {
       valid =
-          __all_sync(kAllLanes, await_rows(p, round.epoch(), p.workspace.ep_rank,
+          __all_sync(kAllLanes, await_rows(p, round, p.workspace.ep_rank,
                                            flag_at(p, p.workspace.ep_rank, p.workspace.ep_rank)));
     }
   }

@@ -14,13 +14,6 @@ constexpr uint32_t kStageItemShift = 8;  // 256 chunks  // as in combine_direct
 // measured).
 constexpr uint32_t kPiecesPerItem = 4;
 
-QuantizedPlan quantized_plan(const CombineKernelParams& p) {
-  const uint32_t pieces = vectors_per_row(p);
-  const uint32_t per_item = p.tokens_per_rank <= kMaxDirectTokens ? 1 : kPiecesPerItem;
-  const auto items = static_cast<uint32_t>(divide_up(pieces, per_item));
-  return {pieces, per_item, items, FastDivider(std::max(static_cast<int32_t>(items), 1))};
-}
-
 template <RowType kType, bool kStaged>
 cudaError_t launch_with_rows(const QuantizedCombine& params, const LaunchShape& shape,
                              const CudaContext& context) {
@@ -39,16 +32,9 @@ cudaError_t launch_with_rows(const QuantizedCombine& params, const LaunchShape& 
 }
 
 template <bool kStaged>
-cudaError_t launch_quantized(const QuantizedCombine& params, const CudaContext& context) {
-  const CombineKernelParams& p = params.combine;
-  int multiprocessors = 0;
-  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
-  if (error != cudaSuccess) return error;
-  const uint64_t items = tokens_per_rank(p) * params.plan.items_per_row;
-  const int ctas = ctas_for(std::max(items, params.stage.max_items(p)), kQuantizedSumWarps,
-                            kQuantizedCtasPerSm * multiprocessors);
+cudaError_t launch_quantized(const QuantizedCombine& params, int ctas, const CudaContext& context) {
   const LaunchShape shape{ctas, kQuantizedThreads, 0};
-  switch (p.row_type) {
+  switch (params.combine.row_type) {
     case RowType::kFloat32:
       return launch_with_rows<RowType::kFloat32, kStaged>(params, shape, context);
     case RowType::kFloat16:
@@ -63,10 +49,19 @@ cudaError_t launch_quantized(const QuantizedCombine& params, const CudaContext& 
 
 cudaError_t launch_combine_quantized(const CombineKernelParams& p, const CudaContext& context) {
   if (p.pitch > kMaxPitch) return cudaErrorInvalidValue;
-  const QuantizedCombine params{p, StagePlan::of(p, kStageItemShift), quantized_plan(p)};
-  if (tokens_per_rank(p) * params.plan.items_per_row > kMaxItems) return cudaErrorInvalidValue;
-  return p.expert_output == nullptr ? launch_quantized<false>(params, context)
-                                    : launch_quantized<true>(params, context);
+  int multiprocessors = 0;
+  const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
+  if (error != cudaSuccess) return error;
+  const uint32_t per_item = p.tokens_per_rank <= kMaxDirectTokens ? 1 : kPiecesPerItem;
+  const uint64_t items = tokens_per_rank(p) * SumPlan::items_per_row(vectors_per_row(p), per_item);
+  if (items > kMaxItems) return cudaErrorInvalidValue;
+  const StagePlan stage = StagePlan::of(p, kStageItemShift);
+  const int ctas = ctas_for(std::max(items, stage.max_items(p)), kQuantizedSumWarps,
+                            kQuantizedCtasPerSm * multiprocessors);
+  const QuantizedCombine params{p, stage,
+                                SumPlan(p, vectors_per_row(p), per_item, ctas, kQuantizedSumWarps)};
+  return p.expert_output == nullptr ? launch_quantized<false>(params, ctas, context)
+                                    : launch_quantized<true>(params, ctas, context);
 }
 
 }  // namespace moe_ep::cake

@@ -4,6 +4,7 @@
 #include "cake/dispatch_bulk.h"
 #include "cake/dispatch_direct.h"
 #include "cake/dispatch_packets.h"
+#include "cake/fp8_rows.h"
 #include "cake/paths.h"
 #include "cake/reduce_rows.h"
 
@@ -58,14 +59,15 @@ uint32_t signature_of(const DispatchParams& p) {
   return hash;
 }
 
-// Sums that are quantised are pulled, in small steps, too. A rank that pulls sends no packets, and
-// one that pushes need not have its rows where they can be pulled: so ranks of which only some
-// quantise a small step must see that they disagree.
+// Sums that are quantised are pulled, in small steps, too, and so are rows that travel as FP8. A
+// rank that pulls sends no packets, and one that pushes need not have its rows where they can be
+// pulled: so ranks of which only some push a small step must see that they disagree.
 uint32_t signature_of(const CombineParams& p) {
-  const bool pushes = p.quantized == nullptr &&
+  const bool pushes = p.quantized == nullptr && !p.low_precision &&
                       combine_path(p.workspace.geometry, p.tokens_per_rank) == CombinePath::kPush;
   uint32_t hash = mixed(2, static_cast<uint64_t>(p.row_type));
   hash = mixed(hash, static_cast<uint64_t>(p.hidden_size));
+  hash = mixed(hash, p.low_precision);
   return mixed(hash, pushes);
 }
 
@@ -118,13 +120,14 @@ CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& con
   k.hidden_size = p.hidden_size;
   k.row_type = p.row_type;
   k.row_bytes = p.hidden_size * row_type_bytes(p.row_type);
-  k.pitch = row_pitch(k.row_bytes);
+  k.pitch = row_pitch(travelling_row_bytes(p));
   k.expert_output = p.expert_output;
   k.expert_output_stride = p.expert_output_stride;
   k.expert_output_is_aligned = is_aligned(p.expert_output, p.expert_output_stride, k.row_bytes);
   k.output = p.output;
   k.output_is_aligned = is_aligned(p.output, 0, k.row_bytes);
-  if (p.quantized != nullptr) k.quantized = *p.quantized;
+  k.output_is_quantized = p.quantized != nullptr;
+  if (k.output_is_quantized) k.quantized = *p.quantized;
   return k;
 }
 
@@ -166,6 +169,7 @@ cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context)
 
 cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
   const CombineKernelParams params = kernel_params(p, context);
+  if (p.low_precision) return launch_combine_fp8(params, context);
   if (p.quantized != nullptr) return launch_combine_quantized(params, context);
   switch (combine_path(p.workspace.geometry, p.tokens_per_rank)) {
     case CombinePath::kPush:

@@ -71,13 +71,13 @@ struct DispatchKernelParams {
 
 struct CombineKernelParams {
   DeviceWorkspace workspace;
-  uint32_t signature;  // of row_type, hidden_size, and whether rows are pushed or pulled
+  uint32_t signature;  // of row_type, hidden_size, precision, and whether rows are pushed or pulled
 
   int32_t num_tokens;
   int32_t tokens_per_rank;
   int64_t hidden_size;
   RowType row_type;
-  int64_t row_bytes;
+  int64_t row_bytes;             // of expert_output and output
   uint64_t pitch;                // of the combine rows
   const uint8_t* expert_output;  // [ep_size * tokens_per_rank] rows; null: in the workspace already
   int64_t expert_output_stride;
@@ -85,6 +85,7 @@ struct CombineKernelParams {
 
   uint8_t* output;          // [num_tokens, hidden_size], rows dense; or null and
   QuantizedRows quantized;  // where the sums go in a block-scaled format instead
+  bool output_is_quantized;
   bool output_is_aligned;
 };
 

@@ -90,15 +90,9 @@ PipelineShape pipeline_shape(const DispatchKernelParams& p, int multiprocessors,
 
 // Deals the launch's items out.
 void set_items(PipelineShape& shape, int32_t num_tokens, uint32_t ctas) {
-  const auto warps = static_cast<uint32_t>(shape.warps);
   shape.num_items = static_cast<uint32_t>(num_tokens) * shape.parts;
-  shape.workers = std::min(warps, shape.num_items / ctas + (shape.num_items % ctas != 0));
-  const uint32_t all_workers = ctas * shape.workers;
-  shape.has_more_items = shape.num_items > all_workers;
-  shape.first_items = shape.workers == 0
-                          ? 0
-                          : std::clamp<uint32_t>(shape.num_items / all_workers, 1,
-                                                 static_cast<uint32_t>(shape.stages));
+  shape.share = Share(shape.num_items, ctas, static_cast<uint32_t>(shape.warps),
+                      static_cast<uint32_t>(shape.stages));
 }
 
 bool picks_are_usual(const DispatchKernelParams& p) {

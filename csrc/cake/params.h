@@ -67,6 +67,7 @@ struct CombineParams {
   const uint8_t*
       expert_output;  // [ep_size * tokens_per_rank, hidden_size]; null: already in the workspace
   int64_t expert_output_stride;  // bytes from one row to the next
+  bool low_precision;            // rows travel as scaled FP8, see core/scaled_fp8.h
   int32_t timeout_sec;
 
   uint8_t* output;                 // [num_tokens, hidden_size] of row_type, rows dense; or null and

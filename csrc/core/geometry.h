@@ -14,7 +14,7 @@ struct Geometry {
   int32_t top_k;
   int32_t max_tokens_per_rank;
   int64_t dispatch_bytes_per_token;  // all payload rows of one token together
-  int64_t combine_bytes_per_token;   // one expert output row
+  int64_t combine_bytes_per_token;   // one expert output row, as it travels
   int32_t eplb_stats_num_experts;    // 0: no statistics travel
   int32_t low_latency_tokens;        // per rank; up to so many travel as packets. 0: never
   int32_t spans_gpus;                // 1: ranks are on several GPUs, with a link between. Else 0

@@ -60,10 +60,11 @@ static_assert(sizeof(RoundHeader) == 64 && alignof(RoundHeader) == 16);
 //
 // On CUDA the first 8 bytes are stored and read as one word.
 struct alignas(8) CombineFlag {
-  uint32_t ready;       // flag: epoch whose expert outputs are in place at the owner
-  uint32_t signature;   // CUDA: hash of the fields below, in their place
-  int32_t row_type;     // of the expert outputs; must be the same on all ranks
-  int64_t hidden_size;  // likewise
+  uint32_t ready;         // flag: epoch whose expert outputs are in place at the owner
+  uint32_t signature;     // CUDA: hash of the fields below, in their place
+  int32_t row_type;       // of the expert outputs; must be the same on all ranks
+  int32_t low_precision;  // whether they travel as scaled FP8; likewise
+  int64_t hidden_size;    // likewise
 };
 
 // Where a token's row lies on one of its ranks. Written by dispatch, read by combine of the same

@@ -37,7 +37,8 @@ void run(const cake::CombineParams& p, ControlBlock& control) {
     case cake::Outcome::kDisagreement:
       raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
                                  " elements of " +
-                                 std::to_string(cake::row_type_bytes(p.row_type)) + " bytes");
+                                 std::to_string(cake::row_type_bytes(p.row_type)) + " bytes" +
+                                 (p.low_precision ? ", which travel as FP8" : ""));
   }
   // Only now, when the round is closed on all ranks: raising earlier would leave the peers waiting.
   const InvalidIdRecord invalid = control.invalid_id;
@@ -48,10 +49,11 @@ void run(const cake::CombineParams& p, ControlBlock& control) {
 Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
                     std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
                     int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
-                    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec,
-                    bool /*enable_pdl*/) {
-  const CombineInputs inputs{workspace,  expert_output,   active_rank_mask, geometry, ep_rank,
-                             num_tokens, tokens_per_rank, hidden_size,      dtype,    timeout_sec};
+                    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, bool /*enable_pdl*/,
+                    bool low_precision) {
+  const CombineInputs inputs{workspace, expert_output, active_rank_mask, geometry,
+                             ep_rank,   num_tokens,    tokens_per_rank,  hidden_size,
+                             dtype,     timeout_sec,   low_precision};
   cake::CombineParams p = combine_args(inputs);
   ControlBlock& control = control_of_round(p);
   Tensor output = fresh_sums(p, inputs);
@@ -62,11 +64,11 @@ Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
 void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
                       std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
                       int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec, Tensor output,
-                      bool /*enable_pdl*/) {
+                      bool /*enable_pdl*/, bool low_precision) {
   check_sums(output);
-  cake::CombineParams p =
-      combine_args({workspace, expert_output, active_rank_mask, geometry, ep_rank, output.size(0),
-                    tokens_per_rank, output.size(1), output.scalar_type(), timeout_sec});
+  cake::CombineParams p = combine_args({workspace, expert_output, active_rank_mask, geometry,
+                                        ep_rank, output.size(0), tokens_per_rank, output.size(1),
+                                        output.scalar_type(), timeout_sec, low_precision});
   ControlBlock& control = control_of_round(p);
   set_sums(p, output, workspace);
   run(p, control);
@@ -76,9 +78,10 @@ std::tuple<Tensor, Tensor> cake_combine_quantized(
     Tensor workspace, std::optional<Tensor> expert_output, std::optional<Tensor> active_rank_mask,
     std::vector<int64_t> geometry, int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
     int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, int64_t format,
-    int64_t scale_layout, double scalar_scale, bool /*enable_pdl*/) {
-  const CombineInputs inputs{workspace,  expert_output,   active_rank_mask, geometry, ep_rank,
-                             num_tokens, tokens_per_rank, hidden_size,      dtype,    timeout_sec};
+    int64_t scale_layout, double scalar_scale, bool /*enable_pdl*/, bool low_precision) {
+  const CombineInputs inputs{workspace, expert_output, active_rank_mask, geometry,
+                             ep_rank,   num_tokens,    tokens_per_rank,  hidden_size,
+                             dtype,     timeout_sec,   low_precision};
   cake::CombineParams p = combine_args(inputs);
   ControlBlock& control = control_of_round(p);
   QuantizedSums sums = fresh_quantized_sums(inputs, format, scale_layout, scalar_scale);

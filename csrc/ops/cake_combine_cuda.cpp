@@ -30,9 +30,11 @@ void run(const cake::CombineParams& p, const CudaCall& call, DeviceWorkspaceStat
 Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
                     std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
                     int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
-                    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, bool enable_pdl) {
-  const CombineInputs inputs{workspace,  expert_output,   active_rank_mask, geometry, ep_rank,
-                             num_tokens, tokens_per_rank, hidden_size,      dtype,    timeout_sec};
+                    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, bool enable_pdl,
+                    bool low_precision) {
+  const CombineInputs inputs{workspace, expert_output, active_rank_mask, geometry,
+                             ep_rank,   num_tokens,    tokens_per_rank,  hidden_size,
+                             dtype,     timeout_sec,   low_precision};
   cake::CombineParams p = combine_args(inputs);
   const CudaCall call(workspace);
   DeviceWorkspaceState& state = begin_call(p.workspace, call);
@@ -44,11 +46,11 @@ Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
 void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
                       std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
                       int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec, Tensor output,
-                      bool enable_pdl) {
+                      bool enable_pdl, bool low_precision) {
   check_sums(output);
-  cake::CombineParams p =
-      combine_args({workspace, expert_output, active_rank_mask, geometry, ep_rank, output.size(0),
-                    tokens_per_rank, output.size(1), output.scalar_type(), timeout_sec});
+  cake::CombineParams p = combine_args({workspace, expert_output, active_rank_mask, geometry,
+                                        ep_rank, output.size(0), tokens_per_rank, output.size(1),
+                                        output.scalar_type(), timeout_sec, low_precision});
   set_sums(p, output, workspace);
   const CudaCall call(workspace);
   run(p, call, begin_call(p.workspace, call), enable_pdl);
@@ -58,9 +60,10 @@ std::tuple<Tensor, Tensor> cake_combine_quantized(
     Tensor workspace, std::optional<Tensor> expert_output, std::optional<Tensor> active_rank_mask,
     std::vector<int64_t> geometry, int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
     int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, int64_t format,
-    int64_t scale_layout, double scalar_scale, bool enable_pdl) {
-  const CombineInputs inputs{workspace,  expert_output,   active_rank_mask, geometry, ep_rank,
-                             num_tokens, tokens_per_rank, hidden_size,      dtype,    timeout_sec};
+    int64_t scale_layout, double scalar_scale, bool enable_pdl, bool low_precision) {
+  const CombineInputs inputs{workspace, expert_output, active_rank_mask, geometry,
+                             ep_rank,   num_tokens,    tokens_per_rank,  hidden_size,
+                             dtype,     timeout_sec,   low_precision};
   cake::CombineParams p = combine_args(inputs);
   const CudaCall call(workspace);
   DeviceWorkspaceState& state = begin_call(p.workspace, call);

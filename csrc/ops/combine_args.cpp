@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "cake/fp8_rows.h"
 #include "cake/reduce_rows.h"
 #include "ops/errors.h"
 
@@ -23,8 +24,17 @@ cake::RowType row_type_from(ScalarType dtype) {
   }
 }
 
+void check_not_in_place(const CombineInputs& in) {
+  check(!in.low_precision,
+        "expert_output must be a tensor of your own in a low-precision combine, and not the "
+        "combine input buffer: rows are quantised on their way there");
+}
+
 void set_expert_output(cake::CombineParams& p, const CombineInputs& in) {
-  if (!in.expert_output.has_value()) return;
+  if (!in.expert_output.has_value()) {
+    check_not_in_place(in);
+    return;
+  }
   const Tensor& given = *in.expert_output;
   const int64_t rows = p.workspace.geometry.ep_size * in.tokens_per_rank;
   check_device("expert_output", given, in.workspace);
@@ -32,7 +42,10 @@ void set_expert_output(cake::CombineParams& p, const CombineInputs& in) {
   check(given.dim() == 2 && given.size(0) == rows && given.size(1) == in.hidden_size &&
             (in.hidden_size == 1 || given.stride(1) == 1),
         "expert_output must be [", rows, ", ", in.hidden_size, "], its rows dense");
-  if (is_combine_input(given, p.workspace)) return;
+  if (is_combine_input(given, p.workspace)) {
+    check_not_in_place(in);
+    return;
+  }
   p.expert_output = static_cast<const uint8_t*>(given.const_data_ptr());
   p.expert_output_stride = given.stride(0) * static_cast<int64_t>(given.element_size());
 }
@@ -48,10 +61,14 @@ cake::CombineParams combine_args(const CombineInputs& in) {
   p.tokens_per_rank = checked_tokens_per_rank(in.tokens_per_rank, g);
   p.row_type = row_type_from(in.dtype);
   p.hidden_size = in.hidden_size;
-  const int64_t element = cake::row_type_bytes(p.row_type);
-  check(in.hidden_size >= 1 && in.hidden_size <= g.combine_bytes_per_token / element,
+  p.low_precision = in.low_precision;
+  // Divided, not multiplied: a product might not fit 64 bits.
+  const int64_t element = in.low_precision ? 1 : cake::row_type_bytes(p.row_type);
+  check(in.hidden_size >= 1 && in.hidden_size <= g.combine_bytes_per_token / element &&
+            cake::travelling_row_bytes(p) <= g.combine_bytes_per_token,
         "an expert output row has ", in.hidden_size, " elements of ", element,
-        " bytes, more than combine_bytes_per_token=", g.combine_bytes_per_token);
+        in.low_precision ? " byte and a scale of 4 bytes for every 128" : " bytes",
+        ", more than combine_bytes_per_token=", g.combine_bytes_per_token);
   check(in.num_tokens >= 0 && in.num_tokens <= in.tokens_per_rank, "num_tokens must be in [0, ",
         in.tokens_per_rank, "], got ", in.num_tokens);
   p.num_tokens = static_cast<int32_t>(in.num_tokens);

@@ -21,6 +21,7 @@ struct CombineInputs {
   int64_t hidden_size;
   ScalarType dtype;
   int64_t timeout_sec;
+  bool low_precision;
 };
 
 // Everything but the output. Raises where an argument is wrong; looks at no memory of the

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 // enable_pdl: whether a kernel may start while the one before it still runs; nothing on the CPU.
+// low_precision: whether expert rows travel as scaled FP8; the same on all ranks.
 STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def("cake_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
@@ -26,16 +27,17 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def(
       "cake_combine(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt num_tokens, SymInt tokens_per_rank, int hidden_size, "
-      "ScalarType dtype, int timeout_sec, bool enable_pdl=True) -> Tensor");
+      "ScalarType dtype, int timeout_sec, bool enable_pdl=True, bool low_precision=False) -> "
+      "Tensor");
   m.def(
       "cake_combine_out(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt tokens_per_rank, int timeout_sec, Tensor(b!) output, "
-      "bool enable_pdl=True) -> ()");
+      "bool enable_pdl=True, bool low_precision=False) -> ()");
   m.def(
       "cake_combine_quantized(Tensor(a!) workspace, Tensor? expert_output, "
       "Tensor? active_rank_mask, int[] geometry, int ep_rank, SymInt num_tokens, "
       "SymInt tokens_per_rank, int hidden_size, ScalarType dtype, int timeout_sec, int format, "
-      "int scale_layout, float scalar_scale, bool enable_pdl=True) "
+      "int scale_layout, float scalar_scale, bool enable_pdl=True, bool low_precision=False) "
       "-> (Tensor values, Tensor scales)");
   m.def("cake_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   // Lets go of what the process keeps about a workspace outside of it; before the workspace ends.

@@ -60,8 +60,8 @@ void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {
 
 void raise_combine_disagreement(const std::string& expert_outputs) {
   fail("MoEEpDisagreementError",
-       "the ranks called combine with expert outputs of different width or dtype", expert_outputs,
-       ". No sums were formed, the round is over");
+       "the ranks called combine with expert outputs of different width, dtype or precision",
+       expert_outputs, ". No sums were formed, the round is over");
 }
 
 }  // namespace moe_ep::ops

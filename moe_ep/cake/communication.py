@@ -83,6 +83,7 @@ class CakeAlltoAll(MoEEpCommunication):
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
         self._timeout_sec = config.timeout_sec
         self._enable_pdl = config.enable_pdl is not False
+        self._low_precision = config.use_low_precision_combine
         self._cuda_index = self.device.index if self.device.type == "cuda" else None
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
         self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
@@ -245,15 +246,9 @@ class CakeAlltoAll(MoEEpCommunication):
             if output is not None:
                 self._combine_into(output, *where, tokens_per_rank)
                 return output
-            combined: Tensor = torch.ops.moe_ep.cake_combine(
-                *where,
-                num_tokens,
-                tokens_per_rank,
-                self.params.hidden_size,
-                self.params.token_dtype,
-                self._timeout_sec,
-                self._enable_pdl,
-            )
+            what = (num_tokens, tokens_per_rank, self.params.hidden_size, self.params.token_dtype)
+            how = (self._timeout_sec, self._enable_pdl, self._low_precision)
+            combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, *how)
             return combined
 
     def _combine_into(self, output: Tensor, *arguments: object) -> None:
@@ -263,7 +258,7 @@ class CakeAlltoAll(MoEEpCommunication):
             dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
         try:
             torch.ops.moe_ep.cake_combine_out(
-                *arguments, self._timeout_sec, dense, self._enable_pdl
+                *arguments, self._timeout_sec, dense, self._enable_pdl, self._low_precision
             )
         except RuntimeError as exc:
             if dense is not output and stands_for(MoEEpInputError, exc):
@@ -277,6 +272,8 @@ class CakeAlltoAll(MoEEpCommunication):
             torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
 
     def _combine_input_buffer(self) -> Tensor | None:
+        if self._low_precision:
+            return None  # rows are quantised on their way into the workspace
         return received.combine_input_buffer(
             self._workspace,
             self._layout,

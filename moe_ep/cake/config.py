@@ -18,6 +18,12 @@ class CakeAlltoAllConfig(CommunicationConfig):
         the dispatch format's row.
     eplb_stats_num_experts: length of eplb_local_stats, 0..num_experts; 0: no statistics.
     enable_rank_mask: whether dispatch and combine accept active_rank_mask.
+    use_low_precision_combine: whether expert rows travel back as scaled FP8, half the bytes of
+        16 bits: every row is quantised by its owner as `moe_ep.quantization.quantize_to_fp8` does,
+        rows that stay on their rank, too, and combine sums what `dequantize_fp8` gives of them. An
+        element is off by at most 1/16 of itself, or 2**-18 of the largest of its block of 128 (of
+        2**-100, if that is smaller); an infinity or NaN makes NaNs of its block.
+        get_combine_input_buffer returns None.
     enable_pdl: on CUDA, whether a kernel may start while the one before it on the stream still
         runs (programmatic dependent launch). None: yes. Nothing on the CPU.
     """
@@ -27,6 +33,7 @@ class CakeAlltoAllConfig(CommunicationConfig):
     extra_payload_bytes_per_token: int = 0
     eplb_stats_num_experts: int = 0
     enable_rank_mask: bool = False
+    use_low_precision_combine: bool = False
     enable_pdl: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -35,7 +42,9 @@ class CakeAlltoAllConfig(CommunicationConfig):
             "extra_payload_bytes_per_token", self.extra_payload_bytes_per_token, 0, _MAX_EXTRA_BYTES
         )
         require_int_in_range("eplb_stats_num_experts", self.eplb_stats_num_experts, 0, 2**31 - 1)
-        if not isinstance(self.enable_rank_mask, bool):
-            raise TypeError(f"enable_rank_mask must be a bool, got {self.enable_rank_mask!r}.")
+        for name in ("enable_rank_mask", "use_low_precision_combine"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {value!r}.")
         if not isinstance(self.enable_pdl, bool | None):
             raise TypeError(f"enable_pdl must be a bool or None, got {self.enable_pdl!r}.")

@@ -132,6 +132,7 @@ def combine(
     output_scales: Tensor | None = None,
     output_scalar_scale: float = 1.0,
     sf_layout: ScaleLayout = ScaleLayout.LINEAR,
+    use_low_precision_combine: bool = False,
     active_rank_mask: Tensor | None = None,
     timeout_sec: int = DEFAULT_TIMEOUT_SEC,
     enable_pdl: bool = True,
@@ -147,6 +148,9 @@ def combine(
     output_scales: torch.uint8 tensor that receives the scales; None: a new one.
     output_scalar_scale: the global scale of NVFP4, finite and positive.
     sf_layout: layout of the scales.
+    use_low_precision_combine: whether rows travel as scaled FP8, see CakeAlltoAllConfig; the same
+        on all ranks. A row takes `hidden_size + 4 * ceil(hidden_size / 128)` of the
+        `geometry.combine_bytes_per_token`; expert_output is not the `combine_input_buffer`.
     active_rank_mask: the one that dispatch got.
     enable_pdl: as in dispatch.
 
@@ -176,9 +180,10 @@ def combine(
         tokens_per_rank,
     )
     what = (hidden_size, expert_output.dtype, timeout_sec)
+    how = (enable_pdl, use_low_precision_combine)
     with raise_typed_errors():
         if output_dtype is None:
-            combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, enable_pdl)
+            combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, *how)
             return combined
         values, scales = torch.ops.moe_ep.cake_combine_quantized(
             *where,
@@ -186,7 +191,7 @@ def combine(
             int(_native.QuantFormat.__members__[output_dtype.name]),
             int(_native.ScaleLayout.__members__[sf_layout.name]),
             output_scalar_scale,
-            enable_pdl,
+            *how,
         )
     if output_scales is None:
         return values, scales

@@ -8,7 +8,7 @@ from moe_ep import _native, ops
 from moe_ep._native import Geometry
 from moe_ep.cake.config import CakeAlltoAllConfig
 from moe_ep.errors import MoEEpConfigError
-from moe_ep.params import MoEEpCommParams
+from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
 
 _MIN_CAPABILITY = (9, 0)
 """Of CUDA devices: the first with bulk copies between shared and global memory."""
@@ -60,10 +60,18 @@ def geometry_of(
             max_tokens_per_rank=params.max_tokens_per_rank,
             dispatch_bytes_per_token=params.dispatch_bytes_per_token
             + config.extra_payload_bytes_per_token,
-            combine_bytes_per_token=params.combine_bytes_per_token,
+            combine_bytes_per_token=_combine_bytes_per_token(params, config),
             eplb_stats_num_experts=config.eplb_stats_num_experts,
             low_latency_tokens=_native.low_latency_tokens(*sizes) if device.type == "cuda" else 0,
             spans_gpus=int(spans_gpus),
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None
+
+
+def _combine_bytes_per_token(params: MoEEpCommParams, config: CakeAlltoAllConfig) -> int:
+    """Return the bytes of an expert's row as it travels."""
+    if not config.use_low_precision_combine:
+        return params.combine_bytes_per_token
+    row = row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype)
+    return row.value_bytes + row.scale_bytes

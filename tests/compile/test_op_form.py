@@ -87,11 +87,14 @@ def inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, torch.rand(num_tokens, TOP_K, generator=random)
 
 
-def compiled_equals_eager(context: RankContext, pattern: str, tokens: list[int]) -> int:
+def compiled_equals_eager(
+    context: RankContext, pattern: str, tokens: list[int], **options: bool
+) -> int:
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
     torch._dynamo.reset()
     counters.clear()
-    with create_communication(context.bootstrap(), params, "cake", timeout_sec=100) as comm:
+    how = {"timeout_sec": 100, **options}
+    with create_communication(context.bootstrap(), params, "cake", **how) as comm:
         model = PATTERNS[pattern](comm)
         compiled = torch.compile(model, fullgraph=True)
         for num_tokens in tokens:
@@ -112,6 +115,11 @@ def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks) -> None
     tokens = [5, 7, 3, 8]
     graphs = ranks(2, compiled_equals_eager, pattern="elementwise x1", tokens=tokens, seconds=110)
     assert graphs == [2, 2]
+
+
+def test_a_layer_whose_rows_travel_in_low_precision_compiles(ranks: RunOnRanks) -> None:
+    how = {"pattern": "elementwise x3", "tokens": [5], "use_low_precision_combine": True}
+    assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
 
 
 def a_clone_of_the_workspace(context: RankContext) -> str:

@@ -80,7 +80,7 @@ CASES = {
         1,
         torch.empty(TOKENS, HIDDEN).bfloat16(),
     ),
-    "cake_combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0),
+    "cake_combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0, True, True),
     "cake_check": lambda: (dispatched(), FIELDS, 0),
     "cake_forget": lambda: (workspace(), FIELDS, 0),
     "sanitize_expert_ids": lambda: (

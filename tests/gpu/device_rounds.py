@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, expert_partition
+from moe_ep.quantization import dequantize_fp8, quantize_to_fp8
 from moe_ep.reference import ReceivedRows
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32}
@@ -125,17 +126,20 @@ def expected_sums(
     *,
     with_weights: bool = True,
     active_ranks: Sequence[int] | None = None,
+    low_precision: bool = False,
 ) -> Tensor:
     """[n, hidden_size]: what combine returns to the rank that sent the tokens.
 
     active_ranks: those that are not masked off; None: all.
+    low_precision: with use_low_precision_combine.
     """
     weights = tokens.topk_weights if with_weights else None
     total = torch.zeros_like(tokens.hidden_states, dtype=torch.float32)
     for owner in range(ep_size) if active_ranks is None else sorted(active_ranks):
-        total = total + apply_experts(
+        rows = apply_experts(
             params, ep_size, owner, tokens.hidden_states, tokens.topk_ids, weights
-        )
+        ).float()
+        total = total + (dequantize_fp8(*quantize_to_fp8(rows)) if low_precision else rows)
     return total.to(params.token_dtype)
 
 

@@ -103,8 +103,18 @@ def expect_disagreement(results: list[Any]) -> None:
 
 @on_each(having="zero_copy", devices=EVERYWHERE)
 @tokens
-def test_rows_of_another_type_and_equal_width_are_refused_on_all_ranks(
-    ranks: RunOnRanks, backend: Backend, device: str, tokens: int
+@pytest.mark.parametrize(
+    ("odd_dtype", "odd_options"),
+    [(torch.float16, {}), (torch.bfloat16, {"use_low_precision_combine": True})],
+    ids=["other type", "other precision"],
+)
+def test_rows_of_another_kind_and_equal_width_are_refused_on_all_ranks(
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    tokens: int,
+    odd_dtype: torch.dtype,
+    odd_options: dict[str, Any],
 ) -> None:
     expect_disagreement(
         ranks(
@@ -112,8 +122,8 @@ def test_rows_of_another_type_and_equal_width_are_refused_on_all_ranks(
             play_rounds,
             device=device,
             tokens=tokens,
-            odd_dtype=torch.float16,
-            odd_options={},
+            odd_dtype=odd_dtype,
+            odd_options=odd_options,
         )
     )
 

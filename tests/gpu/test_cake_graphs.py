@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import (
+    CakeAlltoAllConfig,
     MoEEpCommParams,
     MoEEpCommunication,
     MoEEpStateError,
@@ -84,7 +85,14 @@ class CapturedRound:
         self._inputs.copy_(mine)
         self._graph.replay()
         verdict.judge_dispatch(index, self._received, sent)
-        wanted = expected_sums(communication.params, communication.ep_size, mine)
+        config = communication.config
+        assert isinstance(config, CakeAlltoAllConfig)
+        wanted = expected_sums(
+            communication.params,
+            communication.ep_size,
+            mine,
+            low_precision=config.use_low_precision_combine,
+        )
         verdict.judge_sums(index, self._combined, wanted)
 
 
@@ -116,11 +124,11 @@ def play_eagerly(
 
 
 def replay_with_new_values(
-    context: RankContext, backend: str, combine_input: str, eager_between: bool
+    context: RankContext, backend: str, combine_input: str, eager_between: bool, **options: bool
 ) -> None:
     """Body: every replay has other values and, by turns, another number of valid rows."""
     size = context.size
-    with create(context, PARAMS, backend) as communication:
+    with create(context, PARAMS, backend, **options) as communication:
         assert communication.supports_cuda_graph
         captured = CapturedRound(communication, CAPTURED_TOKENS, CAPTURED_TOKENS, combine_input)
         verdict = Verdict(PARAMS, size, context.rank, REPLAYS, communication.device)
@@ -153,6 +161,22 @@ def test_each_replay_equals_the_oracle(
         backend=backend.name,
         combine_input=combine_input,
         eager_between=False,
+        seconds=60,
+    )
+
+
+@on_shared_gpus
+def test_each_replay_in_low_precision_equals_the_oracle(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    ranks(
+        2,
+        replay_with_new_values,
+        device=device,
+        backend=backend.name,
+        combine_input="tensor",
+        eager_between=False,
+        use_low_precision_combine=True,
         seconds=60,
     )
 

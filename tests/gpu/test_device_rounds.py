@@ -44,8 +44,11 @@ def judged(rank: int, sent: list[Tokens], received: ReferenceDispatch) -> Verdic
 
 
 @pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize("low_precision", [True, False])
 @pytest.mark.parametrize("stamp", range(5))
-def test_it_says_what_the_reference_says(stamp: int, with_weights: bool) -> None:
+def test_it_says_what_the_reference_says(
+    stamp: int, low_precision: bool, with_weights: bool
+) -> None:
     sent, received = round_of(stamp, with_weights)
     size = len(sent)
     partial = [evaluate_experts(PARAMS, size, rank, received[rank]) for rank in range(size)]
@@ -58,9 +61,12 @@ def test_it_says_what_the_reference_says(stamp: int, with_weights: bool) -> None
         [tokens.topk_ids for tokens in sent],
         partial,
         tokens_per_rank=PARAMS.max_tokens_per_rank,
+        use_low_precision_combine=low_precision,
     )
     for rank, tokens in enumerate(sent):
-        wanted = expected_sums(PARAMS, size, tokens, with_weights=with_weights)
+        wanted = expected_sums(
+            PARAMS, size, tokens, with_weights=with_weights, low_precision=low_precision
+        )
         assert_same_bits(sums[rank], wanted, rank=rank)
 
 

@@ -167,8 +167,9 @@ def expect_disagreement(
 def test_ranks_with_different_runtime_maxima_all_see_both(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    arguments = [{"runtime_max_tokens_per_rank": n} for n in (4, 8, 4)]
-    words = ["tokens_per_rank", "4", "8", "rank 1", "0", "2"]
+    # On several GPUs steps of 4 tokens go back another way than those of 9.
+    arguments = [{"runtime_max_tokens_per_rank": n} for n in (4, 9, 4)]
+    words = ["tokens_per_rank", "4", "9", "rank 1", "0", "2"]
     expect_disagreement(ranks, backend, device, arguments, words)
 
 

@@ -115,9 +115,12 @@ def play_any_geometry(
     ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
 ) -> None:
     size, params, rounds = data.draw(geometries(max_size=ranks.max_size_on(device)))
+    low_precision = backend.low_precision and data.draw(st.booleans())
+    zero_copy = backend.zero_copy and not low_precision
+    precision = {"use_low_precision_combine": True} if low_precision else {}
     how: dict[str, Any] = {
         "combine_input": data.draw(
-            st.sampled_from(["tensor", "by_source", *(["buffer"] if backend.zero_copy else [])])
+            st.sampled_from(["tensor", "by_source", *(["buffer"] if zero_copy else [])])
         ),
         "give_output": data.draw(st.booleans()),
     }
@@ -128,20 +131,31 @@ def play_any_geometry(
         backend=backend.name,
         params=params,
         rounds=rounds,
-        options=OPTIONS,
+        options={**OPTIONS, **precision},
         **how,
     )
-    check_all(params, rounds, played)
+    check_all(params, rounds, played, low_precision=low_precision)
 
 
-LARGE_STEPS = [(2, 7168, 1024), (4, 2880, 1024), (8, 7168, 128)]
+LARGE_STEPS = [
+    (2, 7168, 1024, False),
+    (4, 2880, 1024, False),
+    (8, 7168, 128, False),
+    (2, 7168, 1024, True),
+]
 
 
 @on_shared_gpus
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("size", "hidden_size", "most"), LARGE_STEPS)
+@pytest.mark.parametrize(("size", "hidden_size", "most", "low_precision"), LARGE_STEPS)
 def test_large_steps_between_small_ones_are_exact(
-    ranks: RunOnRanks, backend: Backend, device: str, size: int, hidden_size: int, most: int
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    size: int,
+    hidden_size: int,
+    most: int,
+    low_precision: bool,
 ) -> None:
     """Sizes at which kernels take other ways than for few tokens; in the CPU's time, too long."""
     params = MoEEpCommParams(32, 8, most, hidden_size)
@@ -152,9 +166,16 @@ def test_large_steps_between_small_ones_are_exact(
         for seed, n in enumerate([1, most // 8, 3, most, 8])
     ]
     played = ranks(
-        size, play, device=device, backend=backend.name, params=params, rounds=rounds, seconds=100
+        size,
+        play,
+        device=device,
+        backend=backend.name,
+        params=params,
+        rounds=rounds,
+        options={"use_low_precision_combine": low_precision},
+        seconds=100,
     )
-    check_all(params, rounds, played)
+    check_all(params, rounds, played, low_precision=low_precision)
 
 
 @pytest.mark.parametrize("other", ALL[1:], ids=str)

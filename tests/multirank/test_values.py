@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,16 @@ from torch import Tensor
 
 from moe_ep import MoEEpCommParams
 from moe_ep.reference import reference_combine
-from tests.backends import Backend, every_backend, every_backend_spread_too, on_shared_gpus
+from tests.backends import (
+    Backend,
+    every_backend,
+    every_backend_spread_too,
+    on_each,
+    on_shared_gpus,
+)
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
+from tests.gpu_cases import few_on_gpus
 from tests.ranks import RankContext
 from tests.rounds import Round, check_all, create, ids_of, play, rows_of
 
@@ -29,9 +37,10 @@ def combine_given_rows(
     params: MoEEpCommParams,
     topk_ids: Sequence[Tensor],
     expert_outputs: Sequence[Tensor],
+    options: dict[str, Any],
 ) -> Tensor:
     """Body: one round whose expert outputs are given."""
-    with create(context, params, backend) as communication:
+    with create(context, params, backend, **options) as communication:
         ids = topk_ids[context.rank].to(communication.device)
         rows = torch.zeros(len(ids), params.hidden_size, dtype=params.token_dtype)
         communication.dispatch(rows.to(communication.device), ids)
@@ -46,8 +55,12 @@ def combined_of(
     params: MoEEpCommParams,
     topk_ids: Sequence[Tensor],
     expert_outputs: Sequence[Tensor],
+    **options: Any,
 ) -> list[Tensor]:
-    """Return each rank's sums, after comparing them with the oracle."""
+    """Return each rank's sums, after comparing them with the oracle.
+
+    options: settings that backend and oracle have.
+    """
     size = len(topk_ids)
     got: list[Tensor] = ranks(
         size,
@@ -57,9 +70,15 @@ def combined_of(
         params=params,
         topk_ids=topk_ids,
         expert_outputs=expert_outputs,
+        options=options,
     )
     wanted = reference_combine(
-        params, size, topk_ids, expert_outputs, tokens_per_rank=params.max_tokens_per_rank
+        params,
+        size,
+        topk_ids,
+        expert_outputs,
+        tokens_per_rank=params.max_tokens_per_rank,
+        **options,
     )
     for rank in range(size):
         assert_same_bits(got[rank], wanted[rank], rank=rank, what="combined")
@@ -136,7 +155,12 @@ def test_every_nan_comes_out_as_the_one_quiet_nan(
 
 
 def combine_random_bit_patterns(
-    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, size: int
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    dtype: torch.dtype,
+    size: int,
+    **options: Any,
 ) -> None:
     """Among 16-bit patterns every one occurs: all numbers, both zeros, subnormals, all NaNs."""
     g = torch.Generator().manual_seed(size)
@@ -152,7 +176,7 @@ def combine_random_bit_patterns(
             order = torch.randint(0, 2**bits, (size, 2**16), generator=g)
         patterns = (order - 2 ** (bits - 1)).to(INTEGER[dtype])
         outputs.append(patterns.view(dtype).view(size * tokens, hidden_size))
-    combined_of(ranks, backend, device, params, ids, outputs)
+    combined_of(ranks, backend, device, params, ids, outputs, **options)
 
 
 @every_backend
@@ -184,10 +208,20 @@ def test_eight_partials_are_added_in_float32_in_ascending_order_of_the_owner(
     assert got == 264  # 263 lies between 262 and 264, nearer to even 264
 
 
-@every_backend
+@on_each(having="low_precision")
 @token_dtypes
-def test_ties_round_to_even(
-    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
+@pytest.mark.parametrize("size", [1, 4])
+@few_on_gpus(size=[4])
+def test_low_precision_sums_of_random_bit_patterns_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, size: int
+) -> None:
+    """With infinities and NaNs in half of the blocks, with float16 in nearly all."""
+    precision = {"use_low_precision_combine": True}
+    combine_random_bit_patterns(ranks, backend, device, dtype, size, **precision)
+
+
+def combine_near_ties(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype, **options: Any
 ) -> None:
     """Partials a few units in the last place apart make many sums that lie between two numbers."""
     g = torch.Generator().manual_seed(3)
@@ -197,7 +231,23 @@ def test_ties_round_to_even(
     for owner in range(4):
         digits = torch.randint(-255, 256, (32, 4096), generator=g).float()
         outputs.append(torch.ldexp(digits, torch.tensor(-2 * owner)).to(dtype))
-    combined_of(ranks, backend, device, params, ids, outputs)
+    combined_of(ranks, backend, device, params, ids, outputs, **options)
+
+
+@every_backend
+@token_dtypes
+def test_ties_round_to_even(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
+) -> None:
+    combine_near_ties(ranks, backend, device, dtype)
+
+
+@on_each(having="low_precision")
+@token_dtypes
+def test_low_precision_sums_of_finite_rows_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, dtype: torch.dtype
+) -> None:
+    combine_near_ties(ranks, backend, device, dtype, use_low_precision_combine=True)
 
 
 @every_backend_spread_too

@@ -1,6 +1,7 @@
 // The combine kernels unpack and round by hardware instructions, the CPU by the integer operations
 // of core/float_formats.h. As a program on a GPU this compares the two: every float32 as a sum to
-// round, every 16-bit pattern as a row to add, and sums of rows of random bits.
+// round, every 16-bit pattern as a row to add, and sums of rows of random bits; and of rows that
+// travel as FP8 every float32 to pack, every code to unpack, and the scale of every largest number.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -8,8 +9,11 @@
 #include <cstring>
 #include <vector>
 
+#include "cake/device/fp8_stage.cuh"
+#include "cake/device/fp8_sums.cuh"
 #include "cake/device/row_sum.cuh"
 #include "core/float_formats.h"
+#include "core/scaled_fp8.h"
 
 namespace moe_ep::cake {
 namespace {
@@ -69,6 +73,51 @@ __global__ void round_all_floats(unsigned long long* fault) {
   }
 }
 
+// fault: the smallest float32 that is packed differently.
+__global__ void pack_all_floats(unsigned long long* fault) {
+  const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+  for (uint64_t first = 4 * (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
+       first < uint64_t{1} << 32; first += 4 * threads) {
+    float number[4];
+    uint32_t wanted = 0;
+    for (uint32_t i = 0; i < 4; ++i) {
+      number[i] = float_from_bits(static_cast<uint32_t>(first) + i);
+      wanted |= static_cast<uint32_t>(float_to_e4m3(number[i])) << (8 * i);
+    }
+    const uint32_t got = pack_e4m3(number[0], number[1], number[2], number[3]);
+    // No NaN is packed: their codes need not be the same.
+    for (uint32_t i = 0; i < 4; ++i) {
+      const bool is_number = number[i] == number[i];
+      if (is_number && (got ^ wanted) >> (8 * i) & 0xFF) {
+        atomicMin(fault, static_cast<unsigned long long>(first + i));
+      }
+    }
+  }
+}
+
+// fault: the smallest code that is unpacked differently.
+__global__ void unpack_all_codes(unsigned long long* fault) {
+  const uint32_t code = threadIdx.x;
+  float number[4];
+  unpack_e4m3(code | code << 8 | code << 16 | code << 24, number);
+  const float wanted = e4m3_to_float(static_cast<uint8_t>(code));
+  for (const float got : number) {
+    const bool same = wanted != wanted ? got != got : float_bits(got) == float_bits(wanted);
+    if (!same) atomicMin(fault, static_cast<unsigned long long>(code));
+  }
+}
+
+// What a block with this largest magnitude gets, in one word.
+MOE_EP_HOST_DEVICE uint32_t mixed_scale(uint32_t largest) {
+  const Fp8Scale scale = fp8_scale_of_block(largest);
+  return float_bits(scale.scale) * 31 + float_bits(scale.multiplier) + scale.keep;
+}
+
+__global__ void scales_of_blocks(uint32_t step, uint32_t count, uint32_t* out) {
+  const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = mixed_scale(i * step);
+}
+
 // Case c sums its first num_rows[c] rows; -1: the sum must not be formed. kBegins: the first row is
 // not added but begins the sum.
 template <RowType kType, bool kBegins>
@@ -93,19 +142,46 @@ bool succeeded(cudaError_t error) {
   return error == cudaSuccess;
 }
 
-template <RowType kType>
-bool check_rounding() {
+// what: what becomes of a fault, in words.
+bool finds_no_fault(void (*kernel)(unsigned long long*), int ctas, const char* type,
+                    const char* what) {
   unsigned long long* fault = nullptr;
   unsigned long long first = kNoFault;
   if (!succeeded(cudaMalloc(&fault, sizeof(first)))) return false;
   if (!succeeded(cudaMemcpy(fault, &first, sizeof(first), cudaMemcpyHostToDevice))) return false;
-  round_all_floats<kType><<<1024, 256>>>(fault);
+  kernel<<<static_cast<unsigned>(ctas), 256>>>(fault);
   if (!succeeded(cudaGetLastError())) return false;
   if (!succeeded(cudaMemcpy(&first, fault, sizeof(first), cudaMemcpyDeviceToHost))) return false;
   cudaFree(fault);
   if (first == kNoFault) return true;
-  std::printf("%s: %08llx is rounded differently\n", Reference<kType>::kName, first);
+  std::printf("%s: %08llx is %s differently\n", type, first, what);
   return false;
+}
+
+bool check_fp8_scales() {
+  constexpr uint32_t kStep = 1021;  // a prime
+  constexpr uint32_t kCount = 0x80000000u / kStep;
+  uint32_t* scales = nullptr;
+  if (!succeeded(cudaMalloc(&scales, kCount * sizeof(uint32_t)))) return false;
+  scales_of_blocks<<<(kCount + 255) / 256, 256>>>(kStep, kCount, scales);
+  if (!succeeded(cudaGetLastError())) return false;
+  std::vector<uint32_t> got(kCount);
+  if (!succeeded(
+          cudaMemcpy(got.data(), scales, kCount * sizeof(uint32_t), cudaMemcpyDeviceToHost))) {
+    return false;
+  }
+  cudaFree(scales);
+  for (uint32_t i = 0; i < kCount; ++i) {
+    if (got[i] == mixed_scale(i * kStep)) continue;
+    std::printf("fp8: the scale for %08x differs\n", i * kStep);
+    return false;
+  }
+  return true;
+}
+
+bool check_fp8() {
+  return finds_no_fault(pack_all_floats, 1024, "e4m3", "packed") &&
+         finds_no_fault(unpack_all_codes, 1, "e4m3", "unpacked") && check_fp8_scales();
 }
 
 struct Cases {
@@ -201,7 +277,9 @@ bool check_sums() {
 
 template <RowType kType>
 bool check() {
-  return check_rounding<kType>() && check_sums<kType, false>() && check_sums<kType, true>();
+  const char* const name = Reference<kType>::kName;
+  return finds_no_fault(round_all_floats<kType>, 1024, name, "rounded") &&
+         check_sums<kType, false>() && check_sums<kType, true>();
 }
 
 }  // namespace
@@ -214,8 +292,8 @@ int main() {
     std::printf("no GPU\n");
     return 77;  // skipped
   }
-  const bool same =
-      check<RowType::kFloat32>() && check<RowType::kFloat16>() && check<RowType::kBFloat16>();
+  const bool same = check<RowType::kFloat32>() && check<RowType::kFloat16>() &&
+                    check<RowType::kBFloat16>() && check_fp8();
   if (same) std::printf("sums have the bits of the CPU\n");
   return same ? 0 : 1;
 }

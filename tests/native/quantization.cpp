@@ -1,6 +1,7 @@
 // What tests/unit/test_quantization.py calls through ctypes: the conversions and the quantiser of
 // csrc/core over arrays.
 #include "core/quantize_row.h"
+#include "core/scaled_fp8.h"
 
 using namespace moe_ep;
 
@@ -55,6 +56,13 @@ void quantize(const float* rows, int64_t num_rows, int64_t hidden_size, int32_t 
                           scales};
   for (int64_t row = 0; row < num_rows; ++row) quantize_row(out, row, rows + row * hidden_size);
   clear_padding_rows(out);
+}
+
+// num_rows rows of one block each.
+void quantize_fp8_blocks(const float* rows, int64_t num_rows, uint8_t* values, float* scales) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    scales[row] = quantize_fp8_block(rows + row * kFp8Block, values + row * kFp8Block);
+  }
 }
 
 int64_t scale_bytes_of(int32_t layout, int64_t num_rows, int64_t num_blocks) {

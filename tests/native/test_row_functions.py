@@ -1,4 +1,4 @@
-"""Are cake's vectorised sum and copy the plain ones, bit for bit, whatever vectors there are?"""
+"""Are cake's vectorised sums and copies the plain ones, bit for bit, whatever vectors there are?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("optimise", ["-O0", "-O3", "-O3 -march=native"])
-@pytest.mark.parametrize("name", ["reduce_rows", "copy_row"])
+@pytest.mark.parametrize("name", ["reduce_rows", "fp8_rows", "copy_row"])
 def test_function_is_the_plain_one(tmp_path: Path, name: str, optimise: str) -> None:
     compiler = os.environ.get("CXX", "c++").split()
     sources = [ROOT / f"tests/native/{name}.cpp", ROOT / f"csrc/cake/{name}.cpp"]

@@ -27,10 +27,13 @@ def check(
     one: Round,
     played: Sequence[Played | None],
     expert: Expert = scale_by_number,
+    *,
+    low_precision: bool = False,
 ) -> None:
     """Compare what every rank got from a round with the oracle, bit for bit.
 
     played: by rank; None for a rank that is masked off.
+    low_precision: played with use_low_precision_combine.
     """
     size = one.ep_size
     wanted = reference_dispatch(
@@ -54,6 +57,7 @@ def check(
         partial,
         tokens_per_rank=wanted[0].tokens_per_rank,
         active_ranks=one.active_ranks,
+        use_low_precision_combine=low_precision,
     )
     for rank, got in enumerate(played):
         if got is None:
@@ -81,12 +85,15 @@ def check_all(
     rounds: Sequence[Round],
     played_by_rank: Sequence[Sequence[Played]],
     expert: Expert = scale_by_number,
+    *,
+    low_precision: bool = False,
 ) -> None:
     """Compare every round on every rank with the oracle."""
     assert len(played_by_rank) == rounds[0].ep_size
     assert {len(played) for played in played_by_rank} == {len(rounds)}
     for index, one in enumerate(rounds):
-        check(params, one, [played[index] for played in played_by_rank], expert)
+        of_ranks = [played[index] for played in played_by_rank]
+        check(params, one, of_ranks, expert, low_precision=low_precision)
 
 
 def count_matrix(played: Sequence[Played]) -> list[list[int]]:

@@ -94,14 +94,17 @@ def test_settings_run_against_each_other_on_several_numbers_of_ranks(tmp_path: P
     out = tmp_path / "out.json"
     sizes = ["--hidden-size", "40", "--tokens", "3", "--num-experts", "4", "--top-k", "2"]
     result = run_benchmark(
-        *["--ranks", "1", "2", *sizes, "--backends", "cake,cake:copy:mask:stats"],
+        *["--ranks", "1", "2", *sizes, "--backends", "cake,cake:copy:mask:stats,cake:fp8-combine"],
         *["--iterations", "5", "--dispatch-format", "mxfp8", "--json", str(out)],
     )
     assert result.returncode == 0, result.stderr
     cases = json.loads(out.read_text())["cases"]
     assert [case["ranks"] for case in cases] == [1, 2]
     for case in cases:
-        first, second, _ = case["figures"]
+        first, second, third, _ = case["figures"]
+        assert third["gb_per_s"] * third["round_us"]["median"] < (
+            first["gb_per_s"] * first["round_us"]["median"]
+        )
         assert [first["settings"]["zero_copy"], second["settings"]["zero_copy"]] == [True, False]
         assert first["times_faster_than_baseline"] == 1.0
 
@@ -148,9 +151,22 @@ def test_the_checks_accept_the_oracle_and_nothing_else(
     for one, what, into in zip(work, received, partial, strict=True):
         one.check_dispatch(what)
         one.evaluate_experts(into)
-    combined = reference_combine(case.params, 3, ids, partial, tokens_per_rank=case.tokens)
-    for one, rows in zip(work, combined, strict=True):
+    in_fp8, combined = (
+        reference_combine(
+            case.params,
+            3,
+            ids,
+            partial,
+            tokens_per_rank=case.tokens,
+            use_low_precision_combine=low,
+        )
+        for low in (True, False)
+    )
+    for one, rows, rows_in_fp8 in zip(work, combined, in_fp8, strict=True):
         one.check_combine(rows)
+        one.check_combine(rows_in_fp8, fp8_combine=True)
+        with pytest.raises(AssertionError, match="combined rows"):
+            one.check_combine(rows_in_fp8)
 
     received[0].hidden_states.view(torch.uint8)[0, 0] ^= 1
     with pytest.raises(AssertionError, match=r"rows received from rank 0: .* 1 bytes differ"):
@@ -164,9 +180,11 @@ def test_link_bytes_are_those_of_the_busiest_gpu(module: Module) -> None:
     # Balanced, top 2 of 4 experts: each of the 2 x 4 tokens goes to both ranks, a GPU each. So 4
     # rows leave each GPU in dispatch and 4 in combine.
     case = make_case(module, ranks=2, gpus=2, num_experts=4, top_k=2, routing="balanced")
-    assert module("workload").Workload(case, 0, CPU).link_bytes == 8 * 40 * 2
+    work = module("workload").Workload(case, 0, CPU)
+    assert work.link_bytes() == 8 * 40 * 2
+    assert work.link_bytes(fp8_combine=True) == 4 * 40 * 2 + 4 * (40 + 4)
     one_gpu = make_case(module, ranks=2, gpus=1, num_experts=4, top_k=2, routing="balanced")
-    assert module("workload").Workload(one_gpu, 0, CPU).link_bytes == 0
+    assert module("workload").Workload(one_gpu, 0, CPU).link_bytes() == 0
 
 
 def test_nobody_leaves_the_barrier_before_the_last_has_come(module: Module, tmp_path: Path) -> None:

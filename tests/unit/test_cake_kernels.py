@@ -266,8 +266,11 @@ def test_up_to_four_payloads_of_any_dtypes_travel_together() -> None:
 @pytest.mark.parametrize("layout", ScaleLayout, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("quant_format", BLOCK_FORMATS, ids=lambda format: format.name)
 @pytest.mark.parametrize("hidden_size", [16, 72, 256])
+@pytest.mark.parametrize(
+    "precision", [{}, {"use_low_precision_combine": True}], ids=["full", "low"]
+)
 def test_combine_may_quantise_its_sums(
-    quant_format: QuantFormat, layout: ScaleLayout, hidden_size: int
+    quant_format: QuantFormat, layout: ScaleLayout, hidden_size: int, precision: dict[str, bool]
 ) -> None:
     params = MoEEpCommParams(6, 3, 9, hidden_size)
     group = Group(params, 3)
@@ -293,6 +296,7 @@ def test_combine_may_quantise_its_sums(
             output_scalar_scale=scalar_scale,
             sf_layout=layout,
             timeout_sec=SECONDS,
+            **precision,
         )
         assert isinstance(pair, tuple)
         return pair
@@ -300,7 +304,13 @@ def test_combine_may_quantise_its_sums(
     wanted = oracle(params, one)
     partial = [evaluate_experts(params, 3, rank, wanted[rank]) for rank in range(3)]
     sums = reference_combine(
-        params, 3, one.topk_ids, partial, tokens_per_rank=9, output_dtype=torch.float32
+        params,
+        3,
+        one.topk_ids,
+        partial,
+        tokens_per_rank=9,
+        output_dtype=torch.float32,
+        **precision,
     )
     for rank, (values, scales) in enumerate(group.run(body)):
         want_values, want_scales = quantize_rows(
@@ -455,6 +465,22 @@ def test_rows_wider_than_the_geometry_are_refused() -> None:
     with pytest.raises(MoEEpConfigError, match="16"):
         kernels.dispatch(group.workspace, group.geometry, 0, one.topk_ids[0], [wide])
     call_dispatch(group, one, group.workspace)
+
+
+def test_low_precision_rows_must_fit_the_geometry_and_are_none_of_the_buffer() -> None:
+    group, one = small_group()
+    kernels.initialize(group.workspace, group.geometry, 0)
+    call_dispatch(group, one, group.workspace)
+    where, precision = (group.workspace, group.geometry, 0), {"use_low_precision_combine": True}
+    buffer = kernels.combine_input_buffer(*where, 3, 8, torch.bfloat16)
+    with pytest.raises(MoEEpConfigError, match="quantised on their way"):
+        kernels.combine(*where, buffer, 2, **precision)
+    with pytest.raises(MoEEpConfigError, match=r"13 elements of 1 byte .*per_token=16"):
+        kernels.combine(*where, torch.zeros(3, 13, dtype=torch.bfloat16), 2, **precision)
+    fits = torch.full((3, 12), 448.0, dtype=torch.bfloat16)  # 12 bytes and a scale
+    combined = kernels.combine(*where, fits, 2, **precision)
+    assert isinstance(combined, Tensor)
+    assert (combined == 448).all()
 
 
 def test_a_missing_rank_is_named() -> None:

@@ -205,6 +205,22 @@ def test_workspace_bytes_are_what_was_estimated(comm: MoEEpCommunication) -> Non
     assert estimated % 4096 == 0
 
 
+def test_low_precision_rows_take_about_half_of_the_combine_memory() -> None:
+    params = MoEEpCommParams(4, 2, 4096, 1024)
+    full, low = (
+        estimate_workspace_bytes(
+            params, 2, CakeAlltoAllConfig(use_low_precision_combine=low), device="cpu"
+        )
+        for low in (False, True)
+    )
+    assert full - low == 2 * 4096 * (2 * 1024 - (1024 + 4 * 8))
+
+
+def test_use_low_precision_combine_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="use_low_precision_combine must be a bool, got 1"):
+        CakeAlltoAllConfig(use_low_precision_combine=1)  # type: ignore[arg-type]
+
+
 def test_a_mask_must_be_a_tensor_of_this_group_s_ranks() -> None:
     bootstrap = BootstrapConfig(1, 0, device="cpu")
     with create_communication(bootstrap, PARAMS, "cake", enable_rank_mask=True) as comm:

@@ -22,8 +22,10 @@ from moe_ep.params import QuantFormat, row_format
 from moe_ep.quantization import (
     BLOCK_FORMATS,
     ScaleLayout,
+    dequantize_fp8,
     dequantize_rows,
     quantize_rows,
+    quantize_to_fp8,
     scale_shape,
 )
 
@@ -66,6 +68,16 @@ class Native:
             ctypes.c_float(scalar_scale),
             _address(values),
             _address(scales),
+        )
+        return values, scales
+
+    def quantize_to_fp8(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [num_rows, 128]."""
+        num_rows, _ = rows.shape
+        values = torch.full(rows.shape, 0xA5, dtype=torch.uint8)
+        scales = torch.full((num_rows, 1), math.nan)
+        self.library.quantize_fp8_blocks(
+            _address(rows), ctypes.c_int64(num_rows), _address(values), _address(scales)
         )
         return values, scales
 
@@ -343,7 +355,78 @@ def test_quantised_rows_have_the_row_format_that_dispatch_takes(
     assert scales.dtype == stored.scale_dtypes[0]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["any bits", "ties", "sparse", "any magnitude", "plain"]),
+    num_rows=st.sampled_from([0, 1, 300]),
+    hidden_size=st.integers(1, 300),
+    seed=st.integers(0, 2**31),
+)
+def test_fp8_rows_are_those_of_the_python_definition(
+    native: Native, kind: str, num_rows: int, hidden_size: int, seed: int
+) -> None:
+    rows = random_rows(kind, num_rows, hidden_size, seed)
+    num_blocks = -(-hidden_size // 128)
+    blocks = torch.zeros(num_rows, num_blocks * 128)
+    blocks[:, :hidden_size] = rows
+    got_values, got_scales = native.quantize_to_fp8(blocks.view(-1, 128))
+    values, scales = quantize_to_fp8(rows)
+    assert_same_bits(got_values.view(num_rows, num_blocks * 128)[:, :hidden_size], values, "values")
+    assert_same_bits(got_scales.view(num_rows, num_blocks), scales, "scales")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "values", "scale"),
+    [
+        ([448.0, 1.0, -2.0], "7e 38 c0", 1 + 2.0**-19),  # 448 * (1 / 448) rounds to above 1
+        ([0.0, -0.0], "00 80", 2.0**-100 / 448),
+        ([2.0**-100, -(2.0**-109)], "7e b6", 2.0**-100 / 448),  # -0.875
+        ([3.4028234663852886e38, 1.0], "7e 00", 3.4028234663852886e38 / 448),
+    ],
+)
+def test_fp8_blocks_worked_by_hand(numbers: list[float], values: str, scale: float) -> None:
+    got_values, got_scale = quantize_to_fp8(torch.tensor([numbers]))
+    assert bytes(got_values.view(torch.uint8).flatten().tolist()).hex(" ") == values
+    assert got_scale.item() == pytest.approx(scale, rel=2.0**-18)
+
+
+def test_an_fp8_number_is_an_exact_product_near_the_given_one() -> None:
+    rows = random_rows("any magnitude", 2000, 128, seed=1)
+    rows = rows[rows.isfinite().all(1)]
+    values, scales = quantize_to_fp8(rows)
+    numbers = dequantize_fp8(values, scales)
+    assert torch.equal(numbers.double(), values.double() * scales.double())
+    error = (numbers.double() - rows.double()).abs()
+    largest = rows.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
+    assert ((error <= rows.abs() / 16) | (error <= largest * 2.0**-18)).all()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_infinity_and_nan_poison_their_fp8_block_and_no_other(native: Native, bad: float) -> None:
+    rows = torch.ones(1, 300)
+    rows[0, 130] = bad
+    values, scales = quantize_to_fp8(rows)
+    assert scales.isnan().tolist() == [[False, True, False]]
+    assert not values.view(torch.uint8)[0, 128:256].any()
+    assert dequantize_fp8(values, scales).isnan().nonzero()[:, 1].tolist() == list(range(128, 256))
+    got_values, got_scales = native.quantize_to_fp8(rows[:, 128:256].contiguous())
+    assert_same_bits(got_values, values[:, 128:256].contiguous())
+    assert_same_bits(got_scales, scales[:, 1:2].contiguous())
+
+
+@pytest.mark.parametrize("hidden_size", [1, 127, 128, 129, 7168])
+def test_fp8_rows_have_the_row_format_that_dispatch_takes(hidden_size: int) -> None:
+    values, scales = quantize_to_fp8(torch.ones(3, hidden_size))
+    stored = row_format(QuantFormat.DeepSeekFp8, hidden_size, torch.float32)
+    assert values.shape == (3, stored.value_columns)
+    assert values.dtype == stored.value_dtypes[0]
+    assert scales.shape == (3, stored.scale_columns)
+    assert scales.dtype == stored.scale_dtypes[0]
+
+
 def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match=r"rows must be float32 .* got torch\.float16 \[1, 1\]"):
+        quantize_to_fp8(torch.ones(1, 1, dtype=torch.float16))
     with pytest.raises(MoEEpConfigError, match="quant_format must be one of MXFP8, MXFP4, NVFP4"):
         quantize_rows(torch.ones(1, 1), QuantFormat.DeepSeekFp8)
     with pytest.raises(TypeError, match=r"rows must be float32 .* got torch\.bfloat16 \[1, 1\]"):

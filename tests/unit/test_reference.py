@@ -100,6 +100,19 @@ def test_the_whole_exchange_by_hand() -> None:
     assert second[:, 0].tolist() == [10]
 
 
+def test_rows_that_travel_in_low_precision_by_hand() -> None:
+    """On their own rank, too. The scale of a block with 448 is a little more than 1, so 17 becomes
+    16 of its units, not 18. Infinity makes NaNs of its block, and of no other."""
+    params = MoEEpCommParams(1, 1, 1, 130)
+    row = torch.zeros(1, 130, dtype=torch.bfloat16)
+    row[0, :3] = torch.tensor([448.0, 17.0, -1.0])
+    row[0, 129] = torch.inf
+    how = {"tokens_per_rank": 1, "use_low_precision_combine": True}
+    (combined,) = reference_combine(params, 1, [ids_of([[0]], 1)], [row], **how)
+    assert combined[0, :4].tolist() == [448, 16, -1, 0]
+    assert combined[0].isnan().nonzero().flatten().tolist() == [128, 129]
+
+
 def test_a_rank_that_is_masked_off_sends_and_receives_nothing() -> None:
     params = MoEEpCommParams(3, 3, 1, 2)
     ids = [ids_of([[0, 1, 2]], 3)] * 3

@@ -126,9 +126,11 @@ __device__ inline void publish_read_rows(const CombineKernelParams& p, const Com
   }
 }
 
-// By all threads of every CTA, where the experts did not write their rows in place.
-__device__ inline void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
-                                              StageTable& table) {
+// By all threads of every CTA, where the experts did not write their rows in place. bring: as
+// stage_rows calls it.
+template <typename Bring>
+__device__ void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
+                                       Bring bring, StageTable& table) {
   const CombineRound round(p, own_segment(p.workspace).state());
   if (__syncthreads_or(round.failed()) != 0) return;  // another CTA may fail at this moment
   const int32_t* const recv_counts = own_segment(p.workspace).recv_counts();
@@ -136,7 +138,7 @@ __device__ inline void stage_and_publish_rows(const CombineKernelParams& p, cons
     if (!round.is_active(source)) return -1;
     return round.misused() ? 0 : recv_counts[source];
   };
-  stage_rows(p, plan, num_rows, [&] { publish_read_rows(p, round); }, table);
+  stage_rows(p, plan, num_rows, bring, [&] { publish_read_rows(p, round); }, table);
 }
 
 __device__ inline void record_combine_disagreement(const DeviceWorkspace& workspace) {
@@ -147,15 +149,18 @@ __device__ inline void record_combine_disagreement(const DeviceWorkspace& worksp
   *const_cast<volatile uint32_t*>(&record->recorded) = 1;
 }
 
-// False: the owner was called with something else, or the wait has expired; the host is told.
-__device__ inline bool await_rows(const CombineKernelParams& p, uint32_t epoch, int32_t owner,
-                                  const CombineFlag* flag) {
+// False: the owner was called with something else, or the wait has expired; the host is told. Not
+// of the former in a poisoned round: ranks that disagreed in dispatch mostly do so here, too, and
+// the host knows it from there.
+__device__ inline bool await_rows(const CombineKernelParams& p, const CombineRound& round,
+                                  int32_t owner, const CombineFlag* flag) {
+  const uint32_t epoch = round.epoch();
   Patience patience;
   for (;;) {
     const Pair seen = poll_pair(flag);
     if (epoch_reached(seen.low, epoch)) {
       if (seen.low != epoch || seen.high == p.signature) return true;
-      if (blockIdx.x == 0) record_combine_disagreement(p.workspace);
+      if (blockIdx.x == 0 && !round.poisoned()) record_combine_disagreement(p.workspace);
       return false;
     }
     if (patience.exhausted(p.workspace, Phase::kCombine, owner, epoch, seen.low)) return false;
@@ -163,12 +168,21 @@ __device__ inline bool await_rows(const CombineKernelParams& p, uint32_t epoch, 
 }
 
 // By all threads of every CTA: waits for the kernel before this one, and stages.
+template <typename Bring>
+__device__ void begin_staged_combine(const CombineKernelParams& p, const StagePlan& plan,
+                                     Bring bring) {
+  __shared__ StageTable table;
+  wait_for_previous_kernel();
+  stage_and_publish_rows(p, plan, bring, table);
+}
+
+// The same where rows are copied, or are in place already.
 template <bool kStaged>
 __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& plan) {
   if constexpr (kStaged) {
-    __shared__ StageTable table;
-    wait_for_previous_kernel();
-    stage_and_publish_rows(p, plan, table);
+    begin_staged_combine(p, plan, [&](int32_t source, uint64_t first, uint32_t count) {
+      copy_chunks(p, plan, source, first, count);
+    });
   } else {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
@@ -194,7 +208,7 @@ __device__ inline bool exchange_flags(const CombineKernelParams& p, FlagsAreSet 
   const CombineFlag* flag = addresses.flag_here;
 #pragma unroll 1
   for (int32_t owner = lane_id(); owner < p.workspace.ep_size; owner += kWarpSize) {
-    if (round.is_active(owner)) ready &= await_rows(p, round.epoch(), owner, flag);
+    if (round.is_active(owner)) ready &= await_rows(p, round, owner, flag);
     flag = flag_at(p, p.workspace.ep_rank, owner + kWarpSize);
   }
   return ready;

@@ -7,27 +7,13 @@
 #include "cake/cuda_params.h"
 #include "cake/device/memory_access.cuh"
 #include "cake/device/routing.cuh"
+#include "cake/device/share.cuh"
 #include "cake/device/token_rows.cuh"
 #include "cake/device/workspace.cuh"
 #include "core/fast_divide.h"
 #include "core/host_device.h"
 
 namespace moe_ep::cake {
-
-// With few items, fewer warps of each CTA take some, so that all SMs do. Two divisions: better on
-// the host.
-struct Share {
-  uint32_t warps;        // of a CTA
-  uint32_t first_items;  // that a warp takes at first
-  bool more;             // whether there may be others after that
-
-  MOE_EP_HOST_DEVICE Share(uint32_t total, uint32_t ctas, uint32_t warps_per_cta,
-                           uint32_t max_first_items) {
-    warps = min(warps_per_cta, total / ctas + (total % ctas != 0 ? 1 : 0));
-    first_items = warps == 0 ? 1 : max(1u, min(max_first_items, total / (ctas * warps)));
-    more = total > ctas * warps;
-  }
-};
 
 struct Item {
   uint32_t token;  // kNoItem: none

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cake/device/memory_access.cuh"
+#include "cake/device/share.cuh"
 #include "core/fast_divide.h"
 #include "core/host_device.h"
 
@@ -19,9 +20,7 @@ struct PipelineShape {
   uint32_t last_part_bytes;  // at most part_bytes
   // Of one launch:
   uint32_t num_items;
-  uint32_t workers;      // warps of a CTA that take items: fewer of few, so that all CTAs get some
-  uint32_t first_items;  // that a worker takes at once, before it takes single ones
-  bool has_more_items;   // than one for each worker
+  Share share;
 
   MOE_EP_HOST_DEVICE constexpr int32_t bytes() const {
     return warps * stages * static_cast<int32_t>(part_bytes + sizeof(BulkBarrier));

@@ -36,7 +36,7 @@ class RowPipeline {
     arrived_ = reinterpret_cast<BulkBarrier*>(memory + static_cast<uint32_t>(shape.warps) *
                                                            shape.stages * shape.part_bytes) +
                warp * shape.stages;
-    works_ = static_cast<uint32_t>(warp) < shape.workers;
+    works_ = static_cast<uint32_t>(warp) < shape.share.warps;
     spare_ = shape.stages - 1;
     if (!works_) return;
     if (lane_id() < shape.stages) arrived_[lane_id()].init();
@@ -49,7 +49,7 @@ class RowPipeline {
 
   // Asks for the first items; their numbers are on the way while the caller does something else.
   __device__ void reserve() {
-    if (works_ && lane_id() == 0) next_ = counter_.take(shape_.first_items);
+    if (works_ && lane_id() == 0) next_ = counter_.take(shape_.share.first_items);
   }
 
   // Starts the first loads. Then asks for one item more, if there may be one: nobody waits for an
@@ -58,9 +58,9 @@ class RowPipeline {
     if (!works_) return;
     const uint32_t first = __shfl_sync(kAllLanes, next_, 0);
 #pragma unroll 1
-    for (uint32_t i = 0; i < shape_.first_items; ++i) load_into_free(first + i);
+    for (uint32_t i = 0; i < shape_.share.first_items; ++i) load_into_free(first + i);
     if (lane_id() == 0) {
-      next_ = shape_.has_more_items && first < shape_.num_items ? counter_.take(1) : kNoItem;
+      next_ = shape_.share.more && first < shape_.num_items ? counter_.take(1) : kNoItem;
     }
   }
 

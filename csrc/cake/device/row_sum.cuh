@@ -37,7 +37,7 @@ __device__ void start(float (&sum)[kElements], bool valid) {
 }
 
 // 16 bytes of a row. `begin` is `add` to sums of +0.0: it makes +0 of -0, in the 16 bit types two
-// at a time.
+// at a time. `unpack` leaves zeros as they are.
 template <RowType kType>
 struct Chunk;
 
@@ -47,6 +47,10 @@ struct Chunk<RowType::kFloat32> {
   static constexpr int kElements = 4;
   static constexpr Element kNan = kFloat32Nan;
 
+  __device__ static void unpack(float (&number)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) number[i] = __uint_as_float(word_of(chunk, i));
+  }
   __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
     start(sum, true);
     add(sum, chunk);
@@ -71,6 +75,15 @@ struct Chunk<RowType::kFloat16> {
   static constexpr int kElements = 8;
   static constexpr Element kNan = kFloat16Nan;
 
+  __device__ static void unpack(uint32_t word, float& low, float& high) {
+    asm("{.reg .f16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
+  __device__ static void unpack(float (&number)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unpack(word_of(chunk, i), number[2 * i], number[2 * i + 1]);
+  }
   __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -94,11 +107,6 @@ struct Chunk<RowType::kFloat16> {
   }
 
  private:
-  __device__ static void unpack(uint32_t word, float& low, float& high) {
-    asm("{.reg .f16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}"
-        : "=f"(low), "=f"(high)
-        : "r"(word));
-  }
   __device__ static uint32_t pair(float low, float high) {
     uint32_t bits;
     asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -112,6 +120,14 @@ struct Chunk<RowType::kBFloat16> {
   static constexpr int kElements = 8;
   static constexpr Element kNan = kBFloat16Nan;
 
+  __device__ static void unpack(uint32_t word, float& low, float& high) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xFFFF0000u);
+  }
+  __device__ static void unpack(float (&number)[kElements], uint4 chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unpack(word_of(chunk, i), number[2 * i], number[2 * i + 1]);
+  }
   __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -135,10 +151,6 @@ struct Chunk<RowType::kBFloat16> {
   }
 
  private:
-  __device__ static void unpack(uint32_t word, float& low, float& high) {
-    low = __uint_as_float(word << 16);
-    high = __uint_as_float(word & 0xFFFF0000u);
-  }
   __device__ static uint32_t pair(float low, float high) {
     uint32_t bits;
     asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
