@@ -46,11 +46,14 @@ constexpr DispatchPath dispatch_path(const Geometry& g, int32_t tokens_per_rank,
 enum class CombinePath { kPush, kDirect, kBulkRows };
 
 // So many tokens a rank, at most, get their rows pushed by the owners, as packets. A pull costs an
-// ordered flag and then a read over the link; a push has a third more bytes to move. Where all
-// ranks are on one GPU there is no link, and pulling was 2 to 15 % faster at any size.
+// ordered flag and then a read over the link; a push has a third more bytes to move. Two ranks on
+// two H200: pushing was 2 to 8 % faster up to 8 tokens. Where ranks share GPUs pulling was faster
+// at any size, by 2 to 15 %: on one GPU there is no link, and of four or eight ranks on two GPUs
+// the packets of all wait for the same multiprocessors. For more ranks, each with a GPU: to be
+// measured.
 constexpr int32_t push_tokens(const Geometry& g) {
-  if (g.spans_gpus == 0) return 0;
-  return std::min(g.push_slots(), g.max_destinations() <= 4 ? 8 : 4);
+  constexpr int32_t kMaxDestinations = 2;
+  return g.spans_gpus != 0 && g.max_destinations() <= kMaxDestinations ? g.push_slots() : 0;
 }
 
 // Few rows are summed from registers, with all loads of a piece in flight: 18 % faster at 128
@@ -76,8 +79,8 @@ constexpr bool pushes(int32_t ep_size, int32_t low_latency_tokens, int64_t row_b
          combine_path(g, 0) == CombinePath::kPush;
 }
 
-static_assert(pushes(2, 32, 14336) && pushes(4, 32, 2) && pushes(8, 8, 14336) && pushes(256, 2, 1));
-static_assert(!pushes(8, 0, 14336) && !pushes(8, 8, int64_t{1} << 21));
+static_assert(pushes(2, 32, 14336) && pushes(2, 4, 2) && pushes(2, 1, 1));
+static_assert(!pushes(4, 32, 14336) && !pushes(2, 0, 14336) && !pushes(2, 8, int64_t{1} << 21));
 
 }  // namespace path_checks
 

@@ -22,8 +22,8 @@ from tests.ranks import RankContext
 from tests.ranks.devices import TIMEOUT_SECONDS
 
 pytestmark = pytest.mark.multirank
-SIZE = 3
-ODD_ONE = 2
+SIZE = 2
+ODD_ONE = 1
 PARAMS = MoEEpCommParams(SIZE, SIZE, 40, 72)
 STEPS = (1, 4, 8, 9, 40)
 tokens = pytest.mark.parametrize("tokens", STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,7 +171,8 @@ def test_ranks_with_different_runtime_maxima_all_see_both(
     # On several GPUs steps of 4 tokens go back another way than those of 9.
     arguments = [{"runtime_max_tokens_per_rank": n} for n in (4, 9, 4)]
     words = ["tokens_per_rank", "4", "9", "rank 1", "0", "2"]
-    expect_disagreement(ranks, backend, device, arguments, words)
+    params = replace(PARAMS, max_tokens_per_rank=9)
+    expect_disagreement(ranks, backend, device, arguments, words, params)
 
 
 @every_backend
