@@ -18,7 +18,9 @@
 
 namespace moe_ep {
 
-MOE_EP_HOST_DEVICE constexpr Geometry geometry() { return {8, 256, 8, 4096, 14336, 14336, 256, 8}; }
+MOE_EP_HOST_DEVICE constexpr Geometry geometry() {
+  return {8, 256, 8, 4096, 14336, 14336, 256, 8, 1};
+}
 static_assert(WorkspaceLayout::of(geometry()).segment_bytes % kRegionAlignment == 0);
 static_assert(WorkspaceLayout::of(geometry()).payloads.bytes >= uint64_t{8} * 4096 * 14336);
 // 896 chunks of a row are dealt to 299 threads with four packets each; 8 ranks have 8 slots.
