@@ -4,8 +4,8 @@
 
 Two ranks, each under a tool of its own, on two GPUs where there are two. On one GPU they take turns
 instead of sharing it by MPS, of which NVIDIA says that memcheck works there, and no more. What the
-tools slow down most is the number of kernels, so the list is short: a step of few tokens and one of
-many, with rows of odd widths, with scales and without.
+tools slow down most is the number of kernels, so the list is short: a step of few tokens, one of
+some and one of many, with rows of odd widths and of usual ones, with scales and without.
 
 Before that, a kernel is made to write past the end of its tensor, and memcheck must report it: a
 tool that looks at nothing finds nothing.
@@ -52,11 +52,14 @@ OUR_KERNELS = "moe_ep"  # their namespace; to look into torch's, too, takes minu
 ERROR_EXIT_CODE = 86
 # A tensor is then an allocation of its own, whose end the tool knows.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# Each is played with rows that travel back as they are, or in low precision.
 CASES = (
-    MoEEpCommParams(10, 3, 160, 1001),
-    MoEEpCommParams(10, 3, 160, 203, dispatch_format=QuantFormat.MXFP8),
+    (MoEEpCommParams(10, 3, 160, 1001), False),
+    (MoEEpCommParams(10, 3, 160, 203, dispatch_format=QuantFormat.MXFP8), False),
+    (MoEEpCommParams(32, 8, 160, 1008), False),  # the usual: aligned rows, eight even experts
+    (MoEEpCommParams(10, 3, 160, 200), True),
 )
-COUNTS = ((3, 1), (160, 97))
+COUNTS = ((3, 1), (40, 33), (160, 97))
 PLAYED = "all rounds are exact"
 _SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 
@@ -184,11 +187,13 @@ def play_rank(rank: int, port: int) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     context = RankContext(rank, SIZE, dist.group.WORLD, devices.enter(devices.SPREAD, rank, SIZE))
-    for params in CASES:
+    for params, low_precision in CASES:
         rounds = rounds_of(params)
-        played = play(context, "cake", params, rounds, {"timeout_sec": WAIT_SECONDS})
+        options = {"timeout_sec": WAIT_SECONDS, "use_low_precision_combine": low_precision}
+        played = play(context, "cake", params, rounds, options)
         for one, got in zip(rounds, played, strict=True):
-            check(params, one, [got if r == rank else None for r in range(SIZE)])
+            of_ranks = [got if r == rank else None for r in range(SIZE)]
+            check(params, one, of_ranks, low_precision=low_precision)
     print(f"rank {rank}: {PLAYED}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
