@@ -175,8 +175,18 @@ def quantize_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 [num_rows, hidden_size] that `quantize_to_fp8` stored."""
-    blocks = _cut_into_blocks(values.float(), _FP8_BLOCK_SIZE) * scales[:, :, None]
+    """Return the float32 [num_rows, hidden_size] that `quantize_to_fp8` stored.
+
+    A uint8 view of the values is accepted. Raises MoEEpConfigError if the number of scales does not
+    match.
+    """
+    shape = (values.shape[0], _ceil_div(values.shape[1], _FP8_BLOCK_SIZE))
+    if scales.shape != shape:
+        raise MoEEpConfigError(
+            f"values {list(values.shape)} need scales {list(shape)}, got {list(scales.shape)}."
+        )
+    elements = values.view(torch.float8_e4m3fn).float()
+    blocks = _cut_into_blocks(elements, _FP8_BLOCK_SIZE) * scales[:, :, None]
     return blocks.flatten(1)[:, : values.shape[1]]
 
 

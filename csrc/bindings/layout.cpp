@@ -69,6 +69,7 @@ void bind_layout(py::module_& m) {
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
+      .def_readonly("combine_bytes_per_token", &Geometry::combine_bytes_per_token)
       .def_readonly("eplb_stats_num_experts", &Geometry::eplb_stats_num_experts)
       .def_readonly("low_latency_tokens", &Geometry::low_latency_tokens)
       .def("fields", &fields_of, "The int[] that ops take as `geometry`.")

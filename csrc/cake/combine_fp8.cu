@@ -9,7 +9,7 @@
 namespace moe_ep::cake {
 namespace {
 
-// Few tokens: one batch of loads of a warp, so that few rows are quantised by many warps. Many:
+// Few tokens: some batches of loads of a warp, so that few rows are quantised by many warps. Many:
 // few enough items for the counters, short enough for an even end (to be measured).
 constexpr uint32_t kFewStageItemShift = 4;  // 16 blocks of a scale, 2048 elements
 constexpr uint32_t kStageItemShift = 5;

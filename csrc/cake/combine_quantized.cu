@@ -9,7 +9,7 @@
 namespace moe_ep::cake {
 namespace {
 
-constexpr uint32_t kStageItemShift = 8;  // 256 chunks  // as in combine_direct
+constexpr uint32_t kStageItemShift = 8;  // 256 chunks
 // With many tokens: few enough items for the counter, short enough for an even end (to be
 // measured).
 constexpr uint32_t kPiecesPerItem = 4;

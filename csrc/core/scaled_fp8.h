@@ -11,7 +11,8 @@
 // Every operation written here is one IEEE float32 operation, rounded to nearest. Elements saturate
 // and keep the sign of x, that of zero included. With 4 bits of an element and 20 of a scale, the
 // product of the two is exact: a sum of such products has the same bits with fused multiply-add as
-// without. The bound of 2^-100 keeps all that is computed normal. The scale is capped so that
+// without. The bound of 2^-100 keeps scales, their inverses and all products normal; what
+// x * (1 / scale) underflows to rounds to zero in e4m3 all the same. The scale is capped so that
 // 448 * scale is finite: only magnitudes within 2^-19 of the largest float32 are affected.
 //
 // A block that holds an infinity or a NaN gets the scale NaN and elements 0, as the formats of

@@ -175,7 +175,8 @@ bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace) 
   const bool in_place = rows.size(0) <= 1 || rows.stride(0) * element == pitch;
   check(in_place && rows.const_data_ptr() == begin,
         "expert_output overlaps the combine input buffer "
-        "without being it: hand in the buffer itself, or a tensor of your own");
+        "without being it: hand in a tensor of your own, or the buffer itself where combine takes "
+        "it");
   return true;
 }
 

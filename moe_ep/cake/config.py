@@ -22,7 +22,7 @@ class CakeAlltoAllConfig(CommunicationConfig):
         16 bits: every row is quantised by its owner as `moe_ep.quantization.quantize_to_fp8` does,
         rows that stay on their rank, too, and combine sums what `dequantize_fp8` gives of them. An
         element is off by at most 1/16 of itself, or 2**-18 of the largest of its block of 128 (of
-        2**-100, if that is smaller); an infinity or NaN makes NaNs of its block.
+        2**-100 where the largest is smaller); an infinity or NaN makes NaNs of its block.
         get_combine_input_buffer returns None.
     enable_pdl: on CUDA, whether a kernel may start while the one before it on the stream still
         runs (programmatic dependent launch). None: yes. Nothing on the CPU.

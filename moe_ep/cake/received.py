@@ -125,13 +125,28 @@ def combine_input_buffer(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the workspace's own [ep_size * tokens_per_rank, hidden_size] input of combine;
-    handing it in saves a copy. Rows begin on 16-byte boundaries."""
+    handing it in saves a copy. Rows begin on 16-byte boundaries. A low-precision combine does not
+    take it.
+
+    Raises MoEEpConfigError for rows or numbers of them that the workspace has no room for.
+    """
+    row_bytes = hidden_size * dtype.itemsize
+    if not 1 <= row_bytes <= geometry.combine_bytes_per_token:
+        raise MoEEpConfigError(
+            f"hidden_size={hidden_size} of {dtype} takes {row_bytes} bytes a row, and the "
+            f"workspace has room for 1 to {geometry.combine_bytes_per_token}."
+        )
+    if not 0 <= tokens_per_rank <= geometry.max_tokens_per_rank:
+        raise MoEEpConfigError(
+            f"tokens_per_rank must be in [0, {geometry.max_tokens_per_rank}], got "
+            f"{tokens_per_rank}."
+        )
     return _rows(
         workspace[ep_rank],
         geometry.combine_rows_offset,
         geometry.ep_size * tokens_per_rank,
         hidden_size,
-        _native.row_pitch(hidden_size * dtype.itemsize),
+        _native.row_pitch(row_bytes),
         dtype,
     )
 

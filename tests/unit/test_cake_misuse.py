@@ -146,6 +146,21 @@ def test_routing_of_an_earlier_round_is_refused(comm: MoEEpCommunication, name: 
     assert_a_round_is_right(comm)
 
 
+def test_a_combine_buffer_that_the_workspace_has_no_room_for_is_refused() -> None:
+    """It would reach into a peer's segment. Rows in low precision are shorter than bfloat16."""
+    sizes = {"ep_size": 2, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8}
+    geometry = kernels.Geometry(
+        **sizes, dispatch_bytes_per_token=256, combine_bytes_per_token=128 + 4
+    )
+    workspace = torch.zeros(2, geometry.segment_bytes, dtype=torch.uint8)
+    with pytest.raises(MoEEpConfigError, match=r"hidden_size=128.*256 bytes.*room for 1 to 132"):
+        kernels.combine_input_buffer(workspace, geometry, 0, 8, 128, torch.bfloat16)
+    with pytest.raises(MoEEpConfigError, match=r"tokens_per_rank must be in \[0, 8\], got 9"):
+        kernels.combine_input_buffer(workspace, geometry, 0, 9, 66, torch.bfloat16)
+    fitting = kernels.combine_input_buffer(workspace, geometry, 0, 8, 66, torch.bfloat16)
+    assert fitting.shape == (16, 66)
+
+
 def test_more_packet_tokens_than_a_warp_has_lanes_are_refused() -> None:
     sizes = {"ep_size": 2, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 64}
     rows = {"dispatch_bytes_per_token": 16, "combine_bytes_per_token": 16}

@@ -440,3 +440,12 @@ def test_wrong_arguments_are_named() -> None:
         MoEEpConfigError, match=r"values \[2, 32\] and 2 scales, got values \[2, 32\]"
     ):
         dequantize_rows(torch.ones(2, 32, dtype=torch.uint8), torch.ones(3), MXFP8, 32)
+
+
+def test_fp8_values_may_be_bytes_and_scales_must_be_of_their_blocks() -> None:
+    values, scales = quantize_to_fp8(torch.randn(3, 300))
+    numbers = dequantize_fp8(values, scales)
+    assert dequantize_fp8(values.view(torch.uint8), scales).equal(numbers)
+    for wrong in (scales[:, :1], scales[:, :2], scales[:2]):
+        with pytest.raises(MoEEpConfigError, match=r"need scales \[3, 3\]"):
+            dequantize_fp8(values, wrong)
