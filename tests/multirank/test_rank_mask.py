@@ -23,11 +23,11 @@ with_masks = on_each(having="masks")
 
 
 def play_without(
-    context: RankContext, backend: str, rounds: Sequence[Round]
+    context: RankContext, backend: str, rounds: Sequence[Round], **options: bool
 ) -> list[Played] | None:
     """Body: play the rounds, whose masks grow smaller; a rank leaves when it is masked off."""
     played = []
-    with create(context, PARAMS, backend, timeout_sec=10, **MASKED) as communication:
+    with create(context, PARAMS, backend, timeout_sec=10, **MASKED, **options) as communication:
         for one in rounds:
             if one.active_ranks is not None and context.rank not in one.active_ranks:
                 break
@@ -73,15 +73,30 @@ def test_active_ranks_play_on_without_the_others(
         )
 
 
+def lose_one_rank_after_another(
+    ranks: RunOnRanks, backend: Backend, device: str, *, low_precision: bool, **options: bool
+) -> None:
+    masks = [[0, 1, 2, 3], [0, 1, 3], [1, 3], [3]]
+    rounds = [masked_round(mask, seed, 4) for seed, mask in enumerate(masks)]
+    results = ranks(4, play_without, device=device, backend=backend.name, rounds=rounds, **options)
+    for index, one in enumerate(rounds):
+        played = [results[r][index] if r in masks[index] else None for r in range(4)]
+        check(PARAMS, one, played, low_precision=low_precision)
+
+
 @with_masks
 def test_a_mask_may_lose_one_rank_after_another(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    masks = [[0, 1, 2, 3], [0, 1, 3], [1, 3], [3]]
-    rounds = [masked_round(mask, seed, 4) for seed, mask in enumerate(masks)]
-    results = ranks(4, play_without, device=device, backend=backend.name, rounds=rounds)
-    for index, one in enumerate(rounds):
-        check(PARAMS, one, [results[r][index] if r in masks[index] else None for r in range(4)])
+    lose_one_rank_after_another(ranks, backend, device, low_precision=False)
+
+
+@on_each(having="low_precision")
+def test_a_mask_may_lose_one_rank_after_another_in_low_precision(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    options = {"use_low_precision_combine": True}
+    lose_one_rank_after_another(ranks, backend, device, low_precision=True, **options)
 
 
 @with_masks
