@@ -16,6 +16,7 @@ from moe_ep import MoEEpCommunication, MoEEpDispatchResult
 from tests.gpu.device_rounds import (
     Received,
     Tokens,
+    Verdict,
     capturing,
     expected_sums,
     received_by,
@@ -63,6 +64,24 @@ class Step:
             self.mine.topk_weights,
             runtime_max_tokens_per_rank=self.tokens_per_rank,
         )
+
+
+def steps_of(
+    communication: MoEEpCommunication, capacities: Sequence[int], first_stamp: int = 0
+) -> tuple[list[Step], Verdict]:
+    """Return one rank's part of a round of each capacity, and what judges them.
+
+    The ranks send as many tokens as there may be, one fewer or two fewer.
+    """
+    size = communication.ep_size
+    steps = [
+        Step.of(communication, stamp, [most - source % 3 for source in range(size)], most)
+        for stamp, most in enumerate(capacities, first_stamp)
+    ]
+    verdict = Verdict(
+        communication.params, size, communication.ep_rank, len(steps), communication.device
+    )
+    return steps, verdict
 
 
 class Recorded:

@@ -12,8 +12,8 @@ import pytest
 from moe_ep import MoEEpCommParams, MoEEpCommunication
 from tests.backends import EVERYWHERE, Backend, on_each
 from tests.conftest import RunOnRanks
-from tests.gpu.device_rounds import Verdict, partial_rows
-from tests.gpu.recorded import Delays, Recorded, Step
+from tests.gpu.device_rounds import partial_rows
+from tests.gpu.recorded import Delays, Recorded, steps_of
 from tests.ranks import RankContext
 from tests.ranks.devices import CPU
 from tests.rounds import create
@@ -28,20 +28,9 @@ class InPlaceRounds:
     """Rounds one behind the other, whose experts write over what they received."""
 
     def __init__(self, communication: MoEEpCommunication, delays: Delays) -> None:
-        size = communication.ep_size
         self._communication = communication
         self._delays = delays
-        self._steps = [
-            Step.of(communication, stamp, [most - source % 3 for source in range(size)], most)
-            for stamp, most in enumerate(CAPACITIES)
-        ]
-        self.verdict = Verdict(
-            communication.params,
-            size,
-            communication.ep_rank,
-            len(self._steps),
-            communication.device,
-        )
+        self._steps, self.verdict = steps_of(communication, CAPACITIES)
 
     def play(self) -> None:
         communication, verdict = self._communication, self.verdict

@@ -13,7 +13,7 @@ from tests.backends import Backend, on_each, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.gpu.bare_workspace import BareWorkspace, bare_workspace
 from tests.gpu.device_rounds import Verdict, capturing, expected_sums, partial_rows, tokens_of
-from tests.gpu.recorded import Recorded, Step
+from tests.gpu.recorded import Recorded, steps_of
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
 from tests.rounds import create
@@ -36,19 +36,8 @@ class Life:
     """What one communication does: some rounds eagerly, and replays of their graph."""
 
     def __init__(self, communication: MoEEpCommunication, first_stamp: int) -> None:
-        size = communication.ep_size
         self._communication = communication
-        self._steps = [
-            Step.of(communication, first_stamp + index, [most - s % 3 for s in range(size)], most)
-            for index, most in enumerate(CAPACITIES)
-        ]
-        self.verdict = Verdict(
-            communication.params,
-            size,
-            communication.ep_rank,
-            len(self._steps),
-            communication.device,
-        )
+        self._steps, self.verdict = steps_of(communication, CAPACITIES, first_stamp)
 
     def play(self) -> None:
         communication = self._communication

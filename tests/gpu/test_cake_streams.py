@@ -12,8 +12,8 @@ import torch
 from moe_ep import MoEEpCommParams, MoEEpCommunication
 from tests.backends import EVERYWHERE, Backend, on_each
 from tests.conftest import RunOnRanks
-from tests.gpu.device_rounds import Verdict, partial_rows
-from tests.gpu.recorded import Recorded, Step
+from tests.gpu.device_rounds import partial_rows
+from tests.gpu.recorded import Recorded, steps_of
 from tests.ranks import RankContext
 from tests.ranks.devices import CPU
 from tests.rounds import create
@@ -56,20 +56,9 @@ class Rounds:
     """Rounds one behind the other, without the host."""
 
     def __init__(self, communication: MoEEpCommunication, streams: Streams) -> None:
-        size = communication.ep_size
         self._communication = communication
         self._streams = streams
-        self._steps = [
-            Step.of(communication, stamp, [most - source % 3 for source in range(size)], most)
-            for stamp, most in enumerate(CAPACITIES)
-        ]
-        self.verdict = Verdict(
-            communication.params,
-            size,
-            communication.ep_rank,
-            len(self._steps),
-            communication.device,
-        )
+        self._steps, self.verdict = steps_of(communication, CAPACITIES)
 
     def play(self) -> None:
         communication, streams = self._communication, self._streams

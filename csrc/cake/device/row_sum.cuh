@@ -69,61 +69,55 @@ struct Chunk<RowType::kFloat32> {
   }
 };
 
-template <>
-struct Chunk<RowType::kFloat16> {
-  using Element = uint16_t;
-  static constexpr int kElements = 8;
-  static constexpr Element kNan = kFloat16Nan;
+// Two numbers of 16 bits in a word. `plus_zero` adds +0.0 to both.
+struct Float16Pair {
+  static constexpr uint16_t kNan = kFloat16Nan;
 
   __device__ static void unpack(uint32_t word, float& low, float& high) {
     asm("{.reg .f16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}"
         : "=f"(low), "=f"(high)
         : "r"(word));
   }
-  __device__ static void unpack(float (&number)[kElements], uint4 chunk) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) unpack(word_of(chunk, i), number[2 * i], number[2 * i + 1]);
+  __device__ static uint32_t plus_zero(uint32_t word) {
+    uint32_t sum;
+    asm("add.rn.f16x2 %0,%1,%2;" : "=r"(sum) : "r"(word), "r"(0));
+    return sum;
   }
-  __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t word;
-      asm("add.rn.f16x2 %0,%1,%2;" : "=r"(word) : "r"(word_of(chunk, i)), "r"(0));
-      unpack(word, sum[2 * i], sum[2 * i + 1]);
-    }
-  }
-  __device__ static void add(float (&sum)[kElements], uint4 chunk) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float low, high;
-      unpack(word_of(chunk, i), low, high);
-      sum[2 * i] = __fadd_rn(sum[2 * i], low);
-      sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], high);
-    }
-  }
-  __device__ static uint4 round(const float (&sum)[kElements]) {
-    return make_uint4(pair(sum[0], sum[1]), pair(sum[2], sum[3]), pair(sum[4], sum[5]),
-                      pair(sum[6], sum[7]));
-  }
-
- private:
-  __device__ static uint32_t pair(float low, float high) {
+  __device__ static uint32_t round(float low, float high) {
     uint32_t bits;
     asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
-    return with_canonical_nans<kNan>(bits);
+    return bits;
   }
 };
 
-template <>
-struct Chunk<RowType::kBFloat16> {
-  using Element = uint16_t;
-  static constexpr int kElements = 8;
-  static constexpr Element kNan = kBFloat16Nan;
+struct BFloat16Pair {
+  static constexpr uint16_t kNan = kBFloat16Nan;
 
   __device__ static void unpack(uint32_t word, float& low, float& high) {
     low = __uint_as_float(word << 16);
     high = __uint_as_float(word & 0xFFFF0000u);
   }
+  __device__ static uint32_t plus_zero(uint32_t word) {
+    uint32_t sum;
+    asm("add.rn.bf16x2 %0,%1,%2;" : "=r"(sum) : "r"(word), "r"(0));
+    return sum;
+  }
+  __device__ static uint32_t round(float low, float high) {
+    uint32_t bits;
+    asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+  }
+};
+
+template <typename Pair>
+struct PairChunk {
+  using Element = uint16_t;
+  static constexpr int kElements = 8;
+  static constexpr Element kNan = Pair::kNan;
+
+  __device__ static void unpack(uint32_t word, float& low, float& high) {
+    Pair::unpack(word, low, high);
+  }
   __device__ static void unpack(float (&number)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) unpack(word_of(chunk, i), number[2 * i], number[2 * i + 1]);
@@ -131,9 +125,7 @@ struct Chunk<RowType::kBFloat16> {
   __device__ static void begin(float (&sum)[kElements], uint4 chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t word;
-      asm("add.rn.bf16x2 %0,%1,%2;" : "=r"(word) : "r"(word_of(chunk, i)), "r"(0));
-      unpack(word, sum[2 * i], sum[2 * i + 1]);
+      unpack(Pair::plus_zero(word_of(chunk, i)), sum[2 * i], sum[2 * i + 1]);
     }
   }
   __device__ static void add(float (&sum)[kElements], uint4 chunk) {
@@ -146,16 +138,19 @@ struct Chunk<RowType::kBFloat16> {
     }
   }
   __device__ static uint4 round(const float (&sum)[kElements]) {
-    return make_uint4(pair(sum[0], sum[1]), pair(sum[2], sum[3]), pair(sum[4], sum[5]),
-                      pair(sum[6], sum[7]));
+    return make_uint4(rounded(sum[0], sum[1]), rounded(sum[2], sum[3]), rounded(sum[4], sum[5]),
+                      rounded(sum[6], sum[7]));
   }
 
  private:
-  __device__ static uint32_t pair(float low, float high) {
-    uint32_t bits;
-    asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(bits) : "f"(high), "f"(low));
-    return with_canonical_nans<kNan>(bits);
+  __device__ static uint32_t rounded(float low, float high) {
+    return with_canonical_nans<kNan>(Pair::round(low, high));
   }
 };
+
+template <>
+struct Chunk<RowType::kFloat16> : PairChunk<Float16Pair> {};
+template <>
+struct Chunk<RowType::kBFloat16> : PairChunk<BFloat16Pair> {};
 
 }  // namespace moe_ep::cake
