@@ -201,8 +201,7 @@ class Workload:
         params = self.case.params
         if not fp8_combine:
             return params.combine_bytes_per_token
-        row = row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype)
-        return row.value_bytes + row.scale_bytes
+        return row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes
 
     def _partial_rows(self, source: int, owner: int) -> Tensor:
         """[copies, hidden_size]: what `owner` returns for the tokens that `source` sent it."""

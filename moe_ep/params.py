@@ -52,6 +52,11 @@ class RowFormat:
         """Bytes of one scale row, 0 without one."""
         return self.scale_columns * self.scale_dtypes[0].itemsize if self.scale_dtypes else 0
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of both rows together."""
+        return self.value_bytes + self.scale_bytes
+
 
 _E4M3 = (torch.float8_e4m3fn, torch.uint8)
 _UE8M0 = (torch.float8_e8m0fnu, torch.uint8)
@@ -153,7 +158,7 @@ class MoEEpCommParams:
     @property
     def dispatch_bytes_per_token(self) -> int:
         """Bytes of one token's value row and scale row together."""
-        return self.dispatch_value_bytes_per_token + self.dispatch_scale_bytes_per_token
+        return self.row_format.row_bytes
 
     @property
     def dispatch_value_bytes_per_token(self) -> int:

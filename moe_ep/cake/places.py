@@ -73,5 +73,4 @@ def _combine_bytes_per_token(params: MoEEpCommParams, config: CakeAlltoAllConfig
     """Return the bytes of an expert's row as it travels."""
     if not config.use_low_precision_combine:
         return params.combine_bytes_per_token
-    row = row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype)
-    return row.value_bytes + row.scale_bytes
+    return row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes
