@@ -105,7 +105,7 @@ class Geometry:
         combine_bytes_per_token: int,
         eplb_stats_num_experts: int = 0,
         low_latency_tokens: int = 0,
-        spans_gpus: int = 0,
+        spans_gpus: int = 1,
     ) -> None: ...
     @property
     def ep_size(self) -> int: ...

@@ -65,7 +65,7 @@ void bind_layout(py::module_& m) {
       .def(py::init(&valid_geometry), py::kw_only(), py::arg("ep_size"), py::arg("num_experts"),
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
-           py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 0)
+           py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 1)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)

@@ -175,7 +175,7 @@ __device__ inline void signal_peers(const DispatchKernelParams& p, const RankSet
   if (peer >= p.workspace.ep_size || !active.contains(peer) || (is_own && !leads)) return;
   const uint32_t others = is_own ? 0 : gridDim.x - 1;
   signal_add(DeviceSegment(p.workspace, peer).dispatch_arrivals(p.workspace.ep_rank),
-             leads ? kArrivalsPerRound - others : 1);
+             leads ? kArrivalsPerRound - others : 1, p.workspace.reach);
 }
 
 template <typename Ids>

@@ -56,15 +56,15 @@ __device__ int32_t send_share(const PacketDispatchParams& params, const Round<kW
                               const Routes<kWords>& routes, SendJob job, ThreadWords words,
                               WarpShare share) {
   const int32_t rows = params.dispatch.num_tokens * params.record.pieces;
-  const int32_t sends = rows + params.stats.pieces;
+  const int32_t sends = rows + params.stats_pieces<kInputs>();
   int32_t task = share.first;
 #pragma unroll 1
   while (task < rows) {
     send_piece<kWords, kInputs>(params, routes, round.epoch, job, words);
     task += share.step;
     if (task >= rows) break;
-    job = SendJob::of(params, task);
-    words = job.load<kInputs>(params);
+    job = SendJob::of<kInputs>(params, task);
+    words = params.load<kInputs>(job.inputs, job.q);
   }
   if constexpr (kInputs != PacketInputs::kUsual) {
 #pragma unroll 1
@@ -79,14 +79,14 @@ __device__ void receive_share(const PacketDispatchParams& params, const Round<kW
                               bool failed, ReceiveJob job, WarpShare share) {
   const int32_t peers = params.dispatch.workspace.ep_size - 1;
   const int32_t rows = peers * params.dispatch.tokens_per_rank * params.record.pieces;
-  const int32_t receives = rows + peers * params.stats.pieces;
+  const int32_t receives = rows + peers * params.stats_pieces<kInputs>();
   Announcements<kWords> sources(params.dispatch, round, failed);
   int32_t task = share.first;
 #pragma unroll 1
   while (task < rows) {
-    receive_row<kWords, kInputs != PacketInputs::kAny>(params, round, job, sources);
+    receive_row<kWords, kInputs>(params, round, job, sources);
     task += share.step;
-    if (task < rows) job = ReceiveJob::of(params, task);
+    if (task < rows) job = ReceiveJob::of<kInputs>(params, task);
   }
   if constexpr (kInputs != PacketInputs::kUsual) {
 #pragma unroll 1
@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
   WarpShare share{warp - kBookWarps,
                   static_cast<int32_t>(gridDim.x * (kPacketThreads / kWarpSize)) - kBookWarps};
   const int32_t rows = p.num_tokens * params.record.pieces;
+  const int32_t all_sends = rows + params.stats_pieces<kInputs>();
   const bool announces = warp == 0;
   const bool keeps_books = warp < kBookWarps;
   const bool sends = !keeps_books && share.first < rows;
@@ -114,15 +115,18 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
   const void* const id_address = TokenIds<kWords, kInputs>::address(p);
   SendJob send{};
   ReceiveJob receive{};
+  RoundHeader* header = nullptr;  // of ours at rank r, for lane r
   if (sends) {
-    send = SendJob::of(params, share.first);
+    send = SendJob::of<kInputs>(params, share.first);
+  } else if (announces) {
+    header = DeviceSegment(p.workspace, lane_id()).round_header(p.workspace.ep_rank);
   } else {
-    receive = ReceiveJob::of(params, max(share.first - rows - params.stats.pieces, 0));
+    receive = ReceiveJob::of<kInputs>(params, max(share.first - all_sends, 0));
   }
-  wait_for_previous_kernel_knowing(state, id_address, send.first_packet, send.inputs.addresses[0],
-                                   send.inputs.addresses[1], send.inputs.addresses[2],
-                                   receive.packets, receive.outputs.addresses[0],
-                                   receive.outputs.addresses[1], receive.outputs.addresses[2]);
+  wait_for_previous_kernel_knowing(
+      state, id_address, header, send.first_packet, send.inputs.addresses[0],
+      send.inputs.addresses[1], send.inputs.addresses[2], receive.packets,
+      receive.outputs.addresses[0], receive.outputs.addresses[1], receive.outputs.addresses[2]);
 
   // Epoch, ids and the first piece of a row fly together: nothing here looks at what it loads.
   const volatile uint32_t* const word = lane_id() == 0 ? &state->dispatch_epoch : &state->failed;
@@ -131,7 +135,7 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
   TokenIds<kWords, kInputs> ids;
   ThreadWords words;
   if (announces || sends) ids = TokenIds<kWords, kInputs>::load(p, id_address);
-  if (sends) words = send.load<kInputs>(params);
+  if (sends) words = params.load<kInputs>(send.inputs, send.q);
   Round<kWords> round;
   if constexpr (kInputs == PacketInputs::kUsual) {
     round.active = {params.usual_ranks};
@@ -146,16 +150,16 @@ __global__ void __launch_bounds__(kPacketThreads, kPacketResidentCtas<kInputs>)
   const bool failed = __shfl_sync(kAllLanes, state_word, 1) != 0;
 
   if (!keeps_books) {
-    const bool only_receives = !failed && share.first >= rows + params.stats.pieces;
+    const bool only_receives = !failed && share.first >= all_sends;
     if (!failed) {
       share.first = send_share<kWords, kInputs>(params, round, routes, send, words, share);
     }
-    if (!only_receives) receive = ReceiveJob::of(params, share.first);
+    if (!only_receives) receive = ReceiveJob::of<kInputs>(params, share.first);
     receive_share<kWords, kInputs>(params, round, failed, receive, share);
   } else if (failed) {
     if (announces) keep_nothing(p);
   } else if (announces) {
-    announce_rows(p, round, routes);
+    announce_rows(p, round, routes, header);
   } else {
     keep_counts(p, round);
   }

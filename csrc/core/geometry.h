@@ -17,7 +17,7 @@ struct Geometry {
   int64_t combine_bytes_per_token;   // one expert output row, as it travels
   int32_t eplb_stats_num_experts;    // 0: no statistics travel
   int32_t low_latency_tokens;        // per rank; up to so many travel as packets. 0: never
-  int32_t spans_gpus;                // 1: ranks are on several GPUs, with a link between. Else 0
+  int32_t spans_gpus;                // 1: ranks may be on several GPUs. 0: they share one
 
   // Per rank; there is room for so many that come back as packets.
   MOE_EP_HOST_DEVICE constexpr int32_t push_slots() const {

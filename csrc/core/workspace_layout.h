@@ -95,14 +95,13 @@ struct DeviceState {
 };
 
 struct Region {
-  uint64_t offset = 0;
-  uint64_t bytes = 0;
+  uint64_t offset = 0;  // of its first byte in a segment
 };
 
 class LayoutBuilder {
  public:
   MOE_EP_HOST_DEVICE constexpr Region take(uint64_t bytes) {
-    const Region region{next_, bytes};
+    const Region region{next_};
     next_ = align_up(next_ + bytes);
     return region;
   }

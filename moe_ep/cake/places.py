@@ -43,11 +43,12 @@ def geometry_of(
     config: CakeAlltoAllConfig,
     device: torch.device,
     *,
-    spans_gpus: bool = False,
+    spans_gpus: bool = True,
 ) -> Geometry:
     """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
 
-    spans_gpus: whether its ranks are on several GPUs; the size does not depend on it.
+    spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
+        ordered within one GPU only. The size does not depend on it.
 
     Raises MoEEpConfigError where a size is past its limit.
     """

@@ -16,7 +16,7 @@ from tests.conftest import RunOnRanks
 from tests.gpu.bare_workspace import bare_workspace
 from tests.gpu.device_rounds import Verdict, expected_sums, tokens_of
 from tests.ranks import RankContext
-from tests.ranks.devices import CPU
+from tests.ranks.devices import CPU, ONE_GPU
 
 pytestmark = pytest.mark.multirank
 HIDDEN_SIZES = (1, 3, 7, 8, 40, 72, 2880)
@@ -34,14 +34,14 @@ def shapes(hidden_sizes: tuple[int, ...]) -> Iterator[MoEEpCommParams]:
                 yield MoEEpCommParams(num_experts, top_k, MOST_TOKENS, hidden_size, dtype)
 
 
-def play_shapes(context: RankContext, hidden_sizes: tuple[int, ...]) -> int:
+def play_shapes(context: RankContext, hidden_sizes: tuple[int, ...], share_a_gpu: bool) -> int:
     """Body: play every shape with other numbers of tokens; return how many rounds that were."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
     all_shapes = list(shapes(hidden_sizes))
     config = CakeAlltoAllConfig()
-    # On several GPUs combine pushes what it pulls on one; both work on either.
+    # Combine pushes what it would pull on one GPU; both work there.
     geometries = [
-        geometry_of(params, size, config, device, spans_gpus=bool(shape % 2))
+        geometry_of(params, size, config, device, spans_gpus=not share_a_gpu or shape % 2 == 1)
         for shape, params in enumerate(all_shapes)
     ]
     played = 0
@@ -73,5 +73,12 @@ def test_few_tokens_of_any_shape_are_exact(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
 ) -> None:
     hidden_sizes = HIDDEN_SIZES[::3] if device == CPU and size > 2 else HIDDEN_SIZES
-    played = ranks(size, play_shapes, device=device, hidden_sizes=hidden_sizes, seconds=100)
+    played = ranks(
+        size,
+        play_shapes,
+        device=device,
+        hidden_sizes=hidden_sizes,
+        share_a_gpu=device == ONE_GPU,
+        seconds=100,
+    )
     assert played == [len(hidden_sizes) * len(DTYPES) * len(TOP_KS) * ROUNDS] * size

@@ -22,10 +22,14 @@ MOE_EP_HOST_DEVICE constexpr Geometry geometry() {
   return {8, 256, 8, 4096, 14336, 14336, 256, 8, 1};
 }
 static_assert(WorkspaceLayout::of(geometry()).segment_bytes % kRegionAlignment == 0);
-static_assert(WorkspaceLayout::of(geometry()).payloads.bytes >= uint64_t{8} * 4096 * 14336);
+static_assert(WorkspaceLayout::of(geometry()).combine_rows.offset -
+                  WorkspaceLayout::of(geometry()).payloads.offset >=
+              uint64_t{8} * 4096 * 14336);
 // 896 chunks of a row are dealt to 299 threads with four packets each; 8 ranks have 8 slots.
 static_assert(PacketSlots::of_combine(geometry()) == 299 * 4 * 16);
-static_assert(WorkspaceLayout::of(geometry()).combine_packets.bytes == 8 * 8 * 299 * 4 * 16);
+static_assert(WorkspaceLayout::of(geometry()).segment_bytes -
+                  WorkspaceLayout::of(geometry()).combine_packets.offset ==
+              8 * 8 * 299 * 4 * 16);
 static_assert(WorkspaceLayout::of(geometry()).combine_packets.offset >=
               WorkspaceLayout::of(geometry()).end_of_control());
 static_assert(ExpertPartition(10, 4).of_rank(1).first == 3);

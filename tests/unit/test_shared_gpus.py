@@ -19,6 +19,7 @@ from moe_ep import (
     create_communication,
     shared_gpus,
 )
+from moe_ep.cake import kernels
 from moe_ep.cake.places import geometry_of
 from moe_ep.shared_gpus import (
     GpuShare,
@@ -184,3 +185,17 @@ def test_the_workspace_takes_as_much_on_several_gpus_as_on_one() -> None:
     )
     assert one.segment_bytes == several.segment_bytes
     assert one.fields() != several.fields()
+
+
+def test_signals_reach_other_gpus_unless_it_is_promised_that_there_are_none() -> None:
+    params = MoEEpCommParams(num_experts=8, top_k=2, max_tokens_per_rank=16, hidden_size=64)
+    cuda = torch.device("cuda")
+    unsaid = geometry_of(params, 4, CakeAlltoAllConfig(), cuda)
+    assert (
+        unsaid.fields()
+        == geometry_of(params, 4, CakeAlltoAllConfig(), cuda, spans_gpus=True).fields()
+    )
+    sizes = {"ep_size": 4, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 16}
+    rows = {"dispatch_bytes_per_token": 128, "combine_bytes_per_token": 128}
+    unsaid = kernels.Geometry(**sizes, **rows)
+    assert unsaid.fields() == kernels.Geometry(**sizes, **rows, spans_gpus=1).fields()

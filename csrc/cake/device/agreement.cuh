@@ -24,11 +24,16 @@ namespace moe_ep::cake {
 static_assert(offsetof(RoundHeader, num_rows) == 0 && offsetof(RoundHeader, tokens_per_rank) == 4 &&
               offsetof(RoundHeader, signature) == 8 && offsetof(RoundHeader, dispatched) == 12);
 
+// header: this rank's at a peer.
+__device__ inline void send_header(const DispatchKernelParams& p, RoundHeader* header,
+                                   int32_t num_rows, uint32_t signature, uint32_t epoch) {
+  store_packet(header, make_uint4(static_cast<uint32_t>(num_rows),
+                                  static_cast<uint32_t>(p.tokens_per_rank), signature, epoch));
+}
 __device__ inline void send_header(const DispatchKernelParams& p, int32_t peer, int32_t num_rows,
                                    uint32_t signature, uint32_t epoch) {
-  store_packet(DeviceSegment(p.workspace, peer).round_header(p.workspace.ep_rank),
-               make_uint4(static_cast<uint32_t>(num_rows), static_cast<uint32_t>(p.tokens_per_rank),
-                          signature, epoch));
+  send_header(p, DeviceSegment(p.workspace, peer).round_header(p.workspace.ep_rank), num_rows,
+              signature, epoch);
 }
 
 __device__ inline uint4 load_header(const DeviceWorkspace& workspace, int32_t source) {
@@ -60,7 +65,7 @@ __device__ inline void send_details(const DispatchKernelParams& p, int32_t peer,
   for (int32_t i = 0; i < kMaxPayloads; ++i) {
     header->row_bytes[i] = i < p.num_payloads ? p.payloads[i].row_bytes : 0;
   }
-  signal_store(&header->detailed, epoch);
+  signal_store(&header->detailed, epoch, p.workspace.reach);
 }
 
 // Waits for a source's whole header. False: the wait has expired, and is recorded.

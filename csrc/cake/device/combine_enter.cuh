@@ -107,7 +107,7 @@ enum class FlagsAreSet {
 // looked at in front of the loop, or the assembler waits for it at the fence.
 __device__ inline void set_flags_at_once(const CombineKernelParams& p, const CombineRound& round,
                                          CombineFlag* flag, bool behind_fence) {
-  if (behind_fence) release_fence();
+  if (behind_fence) release_fence(p.workspace.reach);
 #pragma unroll 1
   for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
     if (!round.failed() && round.is_active(source)) {
@@ -122,7 +122,8 @@ __device__ inline void publish_read_rows(const CombineKernelParams& p, const Com
 #pragma unroll 1
   for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
     if (!round.is_active(source)) continue;
-    signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature());
+    signal_store(flag_at(p, source, p.workspace.ep_rank), round.epoch(), round.signature(),
+                 p.workspace.reach);
   }
 }
 

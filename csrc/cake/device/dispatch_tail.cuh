@@ -41,7 +41,7 @@ __device__ void signal_arrival(const DispatchKernelParams& p, const RankSet<kWor
   const auto peer = static_cast<int32_t>(threadIdx.x);
   if (peer >= p.workspace.ep_size || !active.contains(peer)) return;
   signal_add(DeviceSegment(p.workspace, peer).dispatch_arrivals(p.workspace.ep_rank),
-             blockIdx.x == 0 ? kArrivalsPerRound - (gridDim.x - 1) : 1);
+             blockIdx.x == 0 ? kArrivalsPerRound - (gridDim.x - 1) : 1, p.workspace.reach);
 }
 
 // Waits for a source's header and for all its rows. False: the wait has expired.

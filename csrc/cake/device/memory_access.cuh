@@ -53,6 +53,33 @@ __device__ inline void store_chunk(void* to, uint4 v) {
                : "memory");
 }
 
+// Up to 3 bytes from an aligned address, the lowest ones of the result.
+__device__ inline uint32_t load_few_bytes(const void* from, uint32_t bytes) {
+  const auto* const byte = static_cast<const uint8_t*>(from);
+  uint32_t result = (bytes & 2) != 0 ? *static_cast<const uint16_t*>(from) : 0u;
+  if ((bytes & 1) != 0) result |= static_cast<uint32_t>(byte[bytes - 1]) << (bytes - 1) * 8;
+  return result;
+}
+
+// 1 to 16 bytes from any address; zeros behind them. Reads aligned words, and of the one that the
+// end lies in only the bytes in front of it: a tensor may end there. Bytes in front of the first
+// one may be read: memory is not given out in less than words.
+__device__ inline uint4 load_unaligned(const void* from, int32_t bytes) {
+  const auto begin = reinterpret_cast<uint64_t>(from);
+  const uint64_t end = begin + static_cast<uint64_t>(bytes);
+  const auto* const words = reinterpret_cast<const uint32_t*>(begin & ~uint64_t{3});
+  const auto* const last = reinterpret_cast<const uint32_t*>(end & ~uint64_t{3});
+  const uint32_t tail = load_few_bytes(last, static_cast<uint32_t>(end & 3));
+  uint32_t w[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    w[i] = words + i < last ? words[i] : words + i == last ? tail : 0;
+  }
+  const uint32_t shift = static_cast<uint32_t>(begin & 3) * 8;
+  return make_uint4(__funnelshift_r(w[0], w[1], shift), __funnelshift_r(w[1], w[2], shift),
+                    __funnelshift_r(w[2], w[3], shift), __funnelshift_r(w[3], w[4], shift));
+}
+
 // ---- where instructions go
 
 // The value, in a register from here on. What is made of it is not computed before this place, not

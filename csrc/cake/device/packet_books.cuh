@@ -40,9 +40,10 @@ __device__ int32_t rows_to_rank(const DispatchKernelParams& p, const Routes<kWor
 }
 
 // Tells every rank how many rows it gets. The first thing of a round that others wait for.
+// header: of this rank at rank r, for lane r.
 template <int kWords>
 __device__ void announce_rows(const DispatchKernelParams& p, const Round<kWords>& round,
-                              const Routes<kWords>& routes) {
+                              const Routes<kWords>& routes, RoundHeader* header) {
   const int lane = lane_id();
   const int32_t own = p.workspace.ep_rank;
   int32_t rows_to_self = 0;
@@ -50,8 +51,10 @@ __device__ void announce_rows(const DispatchKernelParams& p, const Round<kWords>
   for (int w = 0; w < kWords; ++w) {
     const int32_t rows = rows_to_rank(p, routes, w);
     if (round.active.contains(w * kWarpSize + lane)) {
-      send_header(p, w * kWarpSize + lane, rows, round.signature, round.epoch);
+      send_header(p, header, rows, round.signature, round.epoch);
     }
+    if (kWords > 1)
+      header = DeviceSegment(p.workspace, (w + 1) * kWarpSize + lane).round_header(own);
     if (w == own / kWarpSize) rows_to_self = __shfl_sync(kAllLanes, rows, own % kWarpSize);
   }
   // Nobody waits for the arrivals of this round; they keep the words in step with the epoch.

@@ -67,6 +67,7 @@ struct ReceiveJob {
   const uint8_t* packets;
   ChunkPlaces outputs;
 
+  template <PacketInputs kInputs>
   __device__ static ReceiveJob of(const PacketDispatchParams& params, int32_t task) {
     const DispatchKernelParams& p = params.dispatch;
     ReceiveJob job;
@@ -79,18 +80,18 @@ struct ReceiveJob {
     job.out_row = static_cast<int64_t>(job.source) * p.tokens_per_rank + job.row;
     job.packets = own_segment(p.workspace).dispatch_packets(job.source, job.row) +
                   params.record.packet_offset(job.q, 0);
-    job.outputs = places_of<false>(params.parts, params.record, job.out_row, job.q);
+    job.outputs = params.places<kInputs, false>(job.out_row, job.q);
     return job;
   }
 };
 
-template <int kWords, bool kWhole>
+template <int kWords, PacketInputs kInputs>
 __device__ void receive_row(const PacketDispatchParams& params, const Round<kWords>& round,
                             const ReceiveJob& job, Announcements<kWords>& sources) {
   ThreadWords words;
   if (receive_piece(params.record, job.packets, job.q, job.source, job.row, round.epoch, sources,
                     words)) {
-    store_record<kWhole>(params.parts, params.record, job.outputs, job.q, words);
+    params.store<kInputs>(job.outputs, job.q, words);
   } else if (job.piece == params.record.pieces - 1) {
     clear_row(params.dispatch, job.out_row);
   }

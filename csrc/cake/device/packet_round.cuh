@@ -8,7 +8,9 @@
 #include "cake/device/destinations.cuh"
 #include "cake/device/packets.cuh"
 #include "cake/device/record.cuh"
+#include "cake/device/record_access.cuh"
 #include "cake/device/routing.cuh"
+#include "cake/device/usual_record.cuh"
 #include "core/fast_divide.h"
 
 namespace moe_ep::cake {
@@ -17,46 +19,83 @@ namespace moe_ep::cake {
 enum class PacketInputs {
   kAny,
   kWhole,  // all parts of a record are whole, on both sides
-  // Whole; up to 32 ranks that own the same number of experts; eight int32 ids a token; weights, no
-  // statistics; the mask not in device memory. With one token a warp then comes from its ids to its
-  // first packet in 114 instructions, where kWhole took 322: some 0.5 us of the step.
+  // Whole; up to 32 ranks that own the same number of experts; eight int32 ids a token; one payload
+  // of rows that are most of the record, weights, no statistics; the mask not in device memory.
+  // With one token a warp then comes from its ids to its first packet in 114 instructions, where
+  // kWhole took 322: some 0.5 us of the step. And it is ready for its ids after 130 instead of 380,
+  // which took another 0.5 us wherever the kernel before was over by then.
   kUsual,
 };
 
+// What a usual step needs comes first, as in DispatchKernelParams.
 struct PacketDispatchParams {
+  UsualParts usual;      // if the step is a usual one
+  uint32_t usual_ranks;  // that take part, a bit each, likewise
+  EvenOwners owners;
+  RecordShape record;
+  FastDivider by_record_pieces;
+  FastDivider by_tokens_per_rank;
   DispatchKernelParams dispatch;
   RecordParts parts;
-  RecordShape record;
   RecordShape stats;  // no pieces: no statistics travel
-  FastDivider by_record_pieces;
   FastDivider by_stats_pieces;
-  FastDivider by_tokens_per_rank;
-  EvenOwners owners;
-  uint32_t usual_ranks;  // that take part, a bit each, if the step is a usual one
 
   static PacketDispatchParams of(const DispatchKernelParams& p) {
+    const RecordParts parts = RecordParts::of(p);
     const RecordShape record = RecordShape::of(p.num_chunks);
     const auto words = static_cast<uint64_t>(p.workspace.eplb_stats_num_experts);
     RecordShape stats{};
     if (p.eplb_local_stats != nullptr) {
       stats = RecordShape::of(static_cast<int32_t>(PacketSlots::chunks_of_words(words)));
     }
-    return {.dispatch = p,
-            .parts = RecordParts::of(p),
-            .record = record,
-            .stats = stats,
-            .by_record_pieces = FastDivider(record.pieces),
-            .by_stats_pieces = FastDivider(std::max(stats.pieces, 1)),
-            .by_tokens_per_rank = FastDivider(std::max(p.tokens_per_rank, 1)),
-            .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
+    const bool is_usual = UsualParts::can_stand_for(parts, record);
+    return {.usual = is_usual ? UsualParts::of(parts) : UsualParts{},
             .usual_ranks = static_cast<uint32_t>(p.active.fixed.words[0] &
-                                                 RankMask::all(p.workspace.ep_size).words[0])};
+                                                 RankMask::all(p.workspace.ep_size).words[0]),
+            .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
+            .record = record,
+            .by_record_pieces = FastDivider(record.pieces),
+            .by_tokens_per_rank = FastDivider(std::max(p.tokens_per_rank, 1)),
+            .dispatch = p,
+            .parts = parts,
+            .stats = stats,
+            .by_stats_pieces = FastDivider(std::max(stats.pieces, 1))};
+  }
+  // Of the thread's chunks, where the inputs lie or where what has come is put.
+  template <PacketInputs kInputs, bool kInput>
+  __device__ ChunkPlaces places(int64_t row, int32_t q) const {
+    if constexpr (kInputs == PacketInputs::kUsual) {
+      return places_of<kInput>(usual, record, row, q);
+    } else {
+      return places_of<kInput>(parts, record, row, q);
+    }
+  }
+  template <PacketInputs kInputs>
+  __device__ ThreadWords load(const ChunkPlaces& inputs, int32_t q) const {
+    if constexpr (kInputs == PacketInputs::kUsual) {
+      return load_record(usual, record, inputs, q);
+    } else {
+      return load_record<kInputs == PacketInputs::kWhole>(parts, record, inputs, q);
+    }
+  }
+  template <PacketInputs kInputs>
+  __device__ void store(const ChunkPlaces& outputs, int32_t q, const ThreadWords& words) const {
+    if constexpr (kInputs == PacketInputs::kUsual) {
+      store_record(usual, record, outputs, q, words);
+    } else {
+      store_record<kInputs == PacketInputs::kWhole>(parts, record, outputs, q, words);
+    }
+  }
+  // Known without a look at memory where it is none.
+  template <PacketInputs kInputs>
+  __device__ int32_t stats_pieces() const {
+    return kInputs == PacketInputs::kUsual ? 0 : stats.pieces;
   }
   PacketInputs inputs() const {
     if (!parts.are_whole) return PacketInputs::kAny;
     const bool usual = owners.are_even && dispatch.workspace.ep_size <= kWarpSize &&
                        dispatch.workspace.top_k == UsualIds::kIds && dispatch.ids_are_vectors &&
-                       dispatch.has_weights && stats.pieces == 0 &&
+                       UsualParts::can_stand_for(parts, record) && stats.pieces == 0 &&
                        dispatch.active.on_device == nullptr;
     return usual ? PacketInputs::kUsual : PacketInputs::kWhole;
   }

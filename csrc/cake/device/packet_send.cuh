@@ -38,22 +38,17 @@ struct SendJob {
   ChunkPlaces inputs;
   uint8_t* first_packet;  // this thread's, of row 0 of what this rank sends to rank 0
 
+  template <PacketInputs kInputs>
   __device__ static SendJob of(const PacketDispatchParams& params, int32_t task) {
     const DispatchKernelParams& p = params.dispatch;
     SendJob job;
     job.token = params.by_record_pieces.divide(task);
     job.piece = task - job.token * params.record.pieces;
     job.q = job.piece * kWarpSize + lane_id();
-    job.inputs = places_of<true>(params.parts, params.record, job.token, job.q);
+    job.inputs = params.places<kInputs, true>(job.token, job.q);
     job.first_packet = DeviceSegment(p.workspace, 0).dispatch_packets(p.workspace.ep_rank, 0) +
                        params.record.packet_offset(job.q, 0);
     return job;
-  }
-  template <PacketInputs kInputs>
-  __device__ ThreadWords load(const PacketDispatchParams& params) const {
-    constexpr bool kWhole = kInputs != PacketInputs::kAny;
-    constexpr bool kWithIds = kInputs == PacketInputs::kUsual;
-    return load_record<kWhole, kWithIds>(params.parts, params.record, inputs, q);
   }
 };
 
@@ -64,10 +59,10 @@ __device__ void send_piece(const PacketDispatchParams& params, const Routes<kWor
                            uint32_t epoch, const SendJob& job, ThreadWords& words) {
   const DispatchKernelParams& p = params.dispatch;
   const int lane = lane_id();
-  const bool invalid =
-      kInputs == PacketInputs::kUsual
-          ? settle_ids(p, params.parts, params.record, params.owners.num_experts, job.q, words)
-          : load_ids(p, params.parts, params.record, job.token, job.q, words);
+  const bool invalid = kInputs == PacketInputs::kUsual
+                           ? settle_ids(params.usual, params.record, params.owners.num_experts,
+                                        p.invalid_expert_id, job.q, words)
+                           : load_ids(p, params.parts, params.record, job.token, job.q, words);
   SendSlot* const slots = own_segment(p.workspace).send_slots(job.token);
   int32_t num_slots = 0;
   int32_t row_at_self = -1;
@@ -96,8 +91,8 @@ __device__ void send_piece(const PacketDispatchParams& params, const Routes<kWor
   }
   if (row_at_self >= 0) {
     const int64_t row = int64_t{p.workspace.ep_rank} * p.tokens_per_rank + row_at_self;
-    const ChunkPlaces outputs = places_of<false>(params.parts, params.record, row, job.q);
-    store_record<kInputs != PacketInputs::kAny>(params.parts, params.record, outputs, job.q, words);
+    const ChunkPlaces outputs = params.places<kInputs, false>(row, job.q);
+    params.store<kInputs>(outputs, job.q, words);
   }
   if (job.piece == 0 && lane == 0 && num_slots < p.workspace.max_destinations) {
     slots[num_slots] = {-1, 0};

@@ -14,20 +14,6 @@
 
 namespace moe_ep::cake {
 
-// 16 bytes of a row that starts anywhere; zeros behind its end. Reads the aligned words that hold
-// at least one byte of the row, so nothing on another page.
-__device__ inline uint4 load_unaligned_chunk(uint64_t row, int64_t row_bytes, int64_t offset) {
-  const uint64_t begin = row + static_cast<uint64_t>(offset);
-  const uint64_t end = row + static_cast<uint64_t>(min(offset + 16, row_bytes));
-  const auto* const words = reinterpret_cast<const uint32_t*>(begin & ~uint64_t{3});
-  uint32_t w[5];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) w[i] = reinterpret_cast<uint64_t>(words + i) < end ? words[i] : 0;
-  const uint32_t shift = static_cast<uint32_t>(begin & 3) * 8;
-  return make_uint4(__funnelshift_r(w[0], w[1], shift), __funnelshift_r(w[1], w[2], shift),
-                    __funnelshift_r(w[2], w[3], shift), __funnelshift_r(w[3], w[4], shift));
-}
-
 // Words [4 * chunk, 4 * chunk + 4) of a row of num_words; zeros behind its end.
 __device__ inline uint4 load_words(const void* row, int64_t num_words, int32_t chunk) {
   const auto* const words = static_cast<const uint32_t*>(row) + kWordsPerChunk * chunk;
@@ -76,9 +62,9 @@ __device__ ChunkPlaces places_of(const RecordParts& record, const RecordShape& s
   return places;
 }
 
-// The payloads and weights of a token, and its ids as they are if kWithIds; zeros where its ids are
-// to be, and behind the end. `places` are those of its inputs.
-template <bool kWhole, bool kWithIds>
+// The payloads and weights of a token; zeros where its ids are to be, and behind the end. `places`
+// are those of its inputs.
+template <bool kWhole>
 __device__ ThreadWords load_record(const RecordParts& record, const RecordShape& shape,
                                    const ChunkPlaces& places, int32_t q) {
   ThreadWords words{};
@@ -86,14 +72,14 @@ __device__ ThreadWords load_record(const RecordParts& record, const RecordShape&
   for (int k = 0; k < kChunksPerThread; ++k) {
     const int32_t chunk = shape.chunk(q, k);
     if (q >= shape.threads || chunk >= record.end) continue;
-    if (!kWithIds && chunk >= record.ids_begin && chunk < record.ids_end) continue;
+    if (chunk >= record.ids_begin && chunk < record.ids_end) continue;
     const RecordPart& part = record.parts[kWhole ? 0 : places.parts[k]];
     if (kWhole || part.inputs.are_whole) {
       words.set_chunk(k, load_chunk(reinterpret_cast<const void*>(places.addresses[k])));
     } else {
-      const int64_t offset = int64_t{16} * (chunk - part.begin);
-      words.set_chunk(k, load_unaligned_chunk(places.addresses[k] - static_cast<uint64_t>(offset),
-                                              part.row_bytes, offset));
+      const int64_t left = part.row_bytes - int64_t{16} * (chunk - part.begin);
+      words.set_chunk(k, load_unaligned(reinterpret_cast<const void*>(places.addresses[k]),
+                                        static_cast<int32_t>(min(left, int64_t{16}))));
     }
   }
   return words;
@@ -138,27 +124,6 @@ __device__ inline bool load_ids(const DispatchKernelParams& p, const RecordParts
     }
   }
   return invalid;
-}
-
-// The same for ids that were loaded as they are, in whole chunks of int32. True: one of them may be
-// an error. It need not: padding, too, is no expert.
-__device__ inline bool settle_ids(const DispatchKernelParams& p, const RecordParts& record,
-                                  const RecordShape& shape, uint32_t num_experts, int32_t q,
-                                  ThreadWords& words) {
-  bool suspicious = false;
-#pragma unroll
-  for (int k = 0; k < kChunksPerThread; ++k) {
-    const int32_t chunk = shape.chunk(q, k);
-    if (chunk < record.ids_begin || chunk >= record.ids_end) continue;
-#pragma unroll
-    for (int i = 0; i < kWordsPerChunk; ++i) {
-      uint32_t& id = words.words[kWordsPerChunk * k + i];
-      const bool is_expert = id < num_experts;
-      suspicious |= !is_expert;
-      if (!is_expert) id = static_cast<uint32_t>(p.invalid_expert_id);
-    }
-  }
-  return suspicious;
 }
 
 }  // namespace moe_ep::cake

@@ -64,20 +64,6 @@ __device__ inline int32_t source_of_item(const CombineKernelParams& p, const Sta
   return source;
 }
 
-// Up to 16 bytes from any address. Reads whole aligned words, and none without a byte of them.
-__device__ inline uint4 load_unaligned(const uint8_t* from, int32_t bytes) {
-  const auto address = reinterpret_cast<uintptr_t>(from);
-  const auto skipped = static_cast<int32_t>(address % 4);
-  const auto* words = reinterpret_cast<const uint32_t*>(address - static_cast<uintptr_t>(skipped));
-  uint32_t word[5];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) word[i] = i * 4 < skipped + bytes ? words[i] : 0;
-  const auto shift = static_cast<uint32_t>(skipped * 8);
-  return make_uint4(
-      __funnelshift_r(word[0], word[1], shift), __funnelshift_r(word[1], word[2], shift),
-      __funnelshift_r(word[2], word[3], shift), __funnelshift_r(word[3], word[4], shift));
-}
-
 // Copies one warp's item: chunks [first, first + count) of the block of `source`.
 template <bool kAligned>
 __device__ void copy_some_chunks(const CombineKernelParams& p, const StagePlan& plan,
