@@ -12,12 +12,12 @@
 // later because of what the others wait for: slots, counters, addresses.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "cake/combine_plan.h"
 #include "cake/cuda_params.h"
 #include "cake/device/bounded_wait.cuh"
+#include "cake/device/combine_round.cuh"
 #include "cake/device/memory_access.cuh"
 #include "cake/device/routing.cuh"
 #include "cake/device/schedule.cuh"
@@ -27,46 +27,6 @@
 #include "core/epoch.h"
 
 namespace moe_ep::cake {
-
-// What dispatch has left of the round in flight. Constructing it sends three loads on their way,
-// and looks at none of them.
-class CombineRound {
- public:
-  __device__ CombineRound(const CombineKernelParams& p, const DeviceState* state)
-      : p_(p), state_(*state) {
-    constexpr size_t kBegin = offsetof(DeviceState, combine_epoch);
-    static_assert(offsetof(DeviceState, poisoned_epoch) == kBegin + 4 &&
-                  offsetof(DeviceState, num_tokens) == kBegin + 8 &&
-                  offsetof(DeviceState, tokens_per_rank) == kBegin + 12);
-    sizes_ = *reinterpret_cast<const uint4*>(&state_.combine_epoch);
-    first_active_ = state_.active.words[0];
-    failed_ = *const_cast<const volatile uint32_t*>(&state_.failed);
-  }
-  __device__ uint32_t epoch() const { return sizes_.x; }
-  // The ranks disagreed in dispatch: sums are NaN.
-  __device__ bool poisoned() const { return sizes_.y == sizes_.x; }
-  // Not called with the sizes of the dispatch.
-  __device__ bool misused() const {
-    return static_cast<int32_t>(sizes_.z) != p_.num_tokens ||
-           static_cast<int32_t>(sizes_.w) != p_.tokens_per_rank;
-  }
-  // A wait has expired before: nothing may be waited for any more. Others may see it later.
-  __device__ bool failed() const { return failed_ != 0; }
-  // As dispatch has found it.
-  __device__ bool is_active(int32_t rank) const {
-    if (rank < kRanksPerMaskWord) return (first_active_ >> rank) & 1;
-    return state_.active.contains(rank);
-  }
-  // A rank that is misused has no rows to offer, and says so by a signature that matches nobody's.
-  __device__ uint32_t signature() const { return misused() ? ~p_.signature : p_.signature; }
-
- private:
-  const CombineKernelParams& p_;
-  const DeviceState& state_;
-  uint4 sizes_;
-  uint64_t first_active_;
-  uint32_t failed_;
-};
 
 // Which warp of a CTA speaks with the peers: the last one.
 __device__ inline bool speaks_with_peers() {
@@ -102,12 +62,9 @@ enum class FlagsAreSet {
   kLater,  // by whoever has read the last row
 };
 
-// By one warp of CTA 0. What the fence orders was done by earlier kernels, so it need not wait for
-// the epoch: 0.6 us of its time run beside the loads of the round. Nothing of the round may be
-// looked at in front of the loop, or the assembler waits for it at the fence.
+// By one warp of CTA 0, behind the fence if there is to be one.
 __device__ inline void set_flags_at_once(const CombineKernelParams& p, const CombineRound& round,
-                                         CombineFlag* flag, bool behind_fence) {
-  if (behind_fence) release_fence(p.workspace.reach);
+                                         CombineFlag* flag) {
 #pragma unroll 1
   for (int32_t source = lane_id(); source < p.workspace.ep_size; source += kWarpSize) {
     if (!round.failed() && round.is_active(source)) {
@@ -187,18 +144,16 @@ __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& pla
   } else {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
+    if (blockIdx.x == 0 && threadIdx.x < kWarpSize) lend_round(p);
   }
 }
 
-// By the warp that speaks with the peers, of every CTA. False: sums may not be formed. One lane a
-// peer looks: thousands of pollers of one line delay the flag itself.
-__device__ inline bool exchange_flags(const CombineKernelParams& p, FlagsAreSet set) {
-  const PeerAddresses addresses(p);
-  const CombineRound round(p, addresses.state);
+// The rest of exchange_flags, once the round is known.
+__device__ inline bool exchange_flags_of(const CombineKernelParams& p,
+                                         const PeerAddresses& addresses, const CombineRound& round,
+                                         FlagsAreSet set) {
   if (blockIdx.x == 0) {
-    if (set != FlagsAreSet::kLater) {
-      set_flags_at_once(p, round, addresses.flag_there, set == FlagsAreSet::kBehindFence);
-    }
+    if (set != FlagsAreSet::kLater) set_flags_at_once(p, round, addresses.flag_there);
     if (lane_id() == 0 && !round.failed()) {
       addresses.state->dispatch_epoch = round.epoch();
       addresses.state->dispatch_items = 0;
@@ -215,6 +170,19 @@ __device__ inline bool exchange_flags(const CombineKernelParams& p, FlagsAreSet 
   return ready;
 }
 
+// By the warp that speaks with the peers, of every CTA. False: sums may not be formed. One lane a
+// peer looks: thousands of pollers of one line delay the flag itself.
+__device__ inline bool exchange_flags(const CombineKernelParams& p, FlagsAreSet set) {
+  const PeerAddresses addresses(p);
+  if (set == FlagsAreSet::kBehindFence && blockIdx.x == 0) {
+    // The fence orders what earlier kernels did, so it need not wait for the epoch.
+    release_fence(p.workspace.reach);
+    return exchange_flags_of(p, addresses, {p, addresses.state, borrow_round()}, set);
+  }
+  return exchange_flags_of(p, addresses, {p, addresses.state}, set);
+}
+
+// Behind begin_combine.
 template <bool kStaged>
 __device__ bool exchange_flags(const CombineKernelParams& p) {
   return exchange_flags(p, kStaged ? FlagsAreSet::kLater : FlagsAreSet::kBehindFence);

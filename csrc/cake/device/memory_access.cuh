@@ -195,6 +195,18 @@ __device__ inline void fence_shared_to_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- barriers of some warps of a CTA. Number 0 is that of the whole CTA
+
+// What this thread wrote before is visible to those that wait; it does not wait itself.
+template <int kNumber, int kThreads>
+__device__ void arrive_at_barrier() {
+  asm volatile("bar.arrive %0,%1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+template <int kNumber, int kThreads>
+__device__ void wait_at_barrier() {
+  asm volatile("bar.sync %0,%1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
 // ---- programmatic launch: nothing without the launch attribute
 
 // Returns when the kernel before this one on the stream is complete and its writes are visible.
