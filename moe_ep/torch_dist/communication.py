@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch import Tensor
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
-from moe_ep.errors import MoEEpInputError, MoEEpStateError
+from moe_ep.errors import MoEEpInputError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
+from moe_ep.torch_dist.captured import CapturedRounds, OpenCapturedRound
 from moe_ep.torch_dist.config import TorchDistConfig
 from moe_ep.torch_dist.header import (
     RoundHeader,
@@ -23,6 +24,7 @@ from moe_ep.torch_dist.header import (
 )
 from moe_ep.torch_dist.records import as_bytes, pack, unpack_into
 from moe_ep.torch_dist.routing import Routing, owner_of_each_expert, route
+from moe_ep.torch_dist.sums import sum_by_token
 from moe_ep.torch_dist.transport import NUM_TAGS, Transport
 
 
@@ -39,13 +41,16 @@ class _OpenRound:
 class TorchDistAlltoAll(MoEEpCommunication):
     """The reference backend, over the bootstrap's torch.distributed group.
 
-    CPU tensors travel over Gloo, CUDA tensors over NCCL. The host takes part in every call and
-    waits for the exchange, so a round can neither be captured in a CUDA graph nor compiled into
-    one. All received tensors are fresh. Nothing is held between rounds. After a MoEEpTimeoutError
-    the process group is as broken as the object: re-create both.
+    CPU tensors travel over Gloo, CUDA tensors over NCCL. The host takes part in every eager call
+    and waits for the exchange. A round over NCCL can be captured in a CUDA graph after an eager one
+    of the same sizes. There it moves `tokens_per_rank` rows to each rank, needed or not, waits
+    without an end for a peer that does not come, and leaves it to `check` to raise what is wrong
+    with ids. A round cannot be compiled. All received tensors are fresh. Nothing is held between
+    rounds. After a MoEEpTimeoutError the process group is as broken as the object: re-create both.
     """
 
     config_type = TorchDistConfig
+    supports_cuda_graph = True
 
     def __init__(
         self,
@@ -70,7 +75,10 @@ class TorchDistAlltoAll(MoEEpCommunication):
         )
         self._owners = owner_of_each_expert(params.num_experts, self.ep_size, self.device)
         self._epoch = 0
-        self._open_round: _OpenRound | None = None
+        self._open_round: _OpenRound | OpenCapturedRound | None = None
+        self._captured = CapturedRounds(
+            self._transport, self._owners, self.ep_size, params.invalid_expert_id
+        )
         self._input_error: str | None = None
         # Here and not as decorators: disable() imports dynamo, which would make the import of the
         # package a second longer.
@@ -88,8 +96,14 @@ class TorchDistAlltoAll(MoEEpCommunication):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
-        self._refuse_capture()
         with self._on_stream():
+            header = self._header(
+                hidden_states, hidden_states_scale, topk_weights, tokens_per_rank, eplb_local_stats
+            )
+            if self._is_captured():
+                given = (hidden_states, hidden_states_scale, topk_ids, topk_weights)
+                result, self._open_round = self._captured.dispatch(header, given, eplb_local_stats)
+                return result
             self._epoch += 1
             self._transport.start_call(self._epoch)
             routing = route(
@@ -97,7 +111,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
             )
             columns = [hidden_states, hidden_states_scale, routing.ids, topk_weights]
             recv_counts, stats = self._agree_on_round(
-                routing, columns, tokens_per_rank, eplb_local_stats
+                replace(header, epoch=self._epoch), routing, eplb_local_stats
             )
             records = self._transport.exchange_rows(
                 "dispatch",
@@ -138,9 +152,12 @@ class TorchDistAlltoAll(MoEEpCommunication):
         output: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> Tensor:
-        self._refuse_capture()
-        assert self._open_round is not None
-        routing, recv_counts = self._open_round.routing, self._open_round.recv_counts
+        dispatched, self._open_round = self._open_round, None
+        assert dispatched is not None
+        if isinstance(dispatched, OpenCapturedRound):
+            with self._on_stream():
+                return self._captured.combine(expert_output, dispatched, output)
+        routing, recv_counts = dispatched.routing, dispatched.recv_counts
         with self._on_stream():
             self._transport.start_call(self._epoch)
             rows = torch.cat(
@@ -152,29 +169,34 @@ class TorchDistAlltoAll(MoEEpCommunication):
             partials = self._transport.exchange_rows(
                 "combine", as_bytes(rows), recv_counts, routing.send_counts
             ).view(expert_output.dtype)
-            combined = _sum_by_token(partials, routing, num_tokens)
+            combined = sum_by_token(partials, routing, num_tokens)
             if output is not None:
                 combined = output.copy_(combined)
-        self._open_round = None
-        self._check()
+        self._raise_input_error()
         return combined
 
     def _check(self) -> None:
+        self._raise_input_error()
+        if not self._is_captured():
+            wrong = self._captured.take_wrong_ids()
+            if wrong is not None:
+                raise MoEEpInputError(wrong.message(self.params.num_experts, self.ep_rank))
+
+    def _raise_input_error(self) -> None:
         message, self._input_error = self._input_error, None
         if message is not None:
             raise MoEEpInputError(message)
 
-    def _agree_on_round(
+    def _header(
         self,
-        routing: Routing,
-        columns: list[Tensor | None],
+        rows: Tensor,
+        scales: Tensor | None,
+        weights: Tensor | None,
         tokens_per_rank: int,
         eplb_local_stats: Tensor | None,
-    ) -> tuple[list[int], Tensor]:
-        """Return the number of rows from each rank, and every rank's statistics. Collective."""
-        rows, scales, _, weights = columns
-        assert rows is not None
-        header = RoundHeader(
+    ) -> RoundHeader:
+        """Return this rank's view of a round, of the epoch that was last begun."""
+        return RoundHeader(
             epoch=self._epoch,
             num_tokens=rows.shape[0],
             tokens_per_rank=tokens_per_rank,
@@ -183,6 +205,11 @@ class TorchDistAlltoAll(MoEEpCommunication):
             has_weights=int(weights is not None),
             has_stats=int(eplb_local_stats is not None),
         )
+
+    def _agree_on_round(
+        self, header: RoundHeader, routing: Routing, eplb_local_stats: Tensor | None
+    ) -> tuple[list[int], Tensor]:
+        """Return the number of rows from each rank, and every rank's statistics. Collective."""
         no_stats = torch.zeros(self._eplb_stats_num_experts, dtype=torch.int32)
         stats = no_stats if eplb_local_stats is None else eplb_local_stats.cpu()
         words = pack_headers(header, routing.send_counts, stats)
@@ -190,6 +217,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
             self._transport.exchange_headers(words, self.device)
         )
         require_agreement(headers)
+        self._captured.note_agreement(header)
         return recv_counts, all_stats
 
     def _empty_blocks(
@@ -201,26 +229,5 @@ class TorchDistAlltoAll(MoEEpCommunication):
         shape = (self.ep_size, tokens_per_rank, column.shape[1])
         return column.new_empty(shape) if fill is None else column.new_full(shape, fill)
 
-    def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise MoEEpStateError(
-                "torch_dist cannot be captured in a CUDA graph: the host takes part in every call. "
-                "Use a backend with supports_cuda_graph."
-            )
-
-
-def _sum_by_token(partials: Tensor, routing: Routing, num_tokens: int) -> Tensor:
-    """Return [num_tokens, hidden_size]: the sums of the partial rows, rounded once.
-
-    partials: [sum(send_counts), hidden_size], in the order of `routing.tokens`.
-    """
-    total = partials.new_zeros((num_tokens, partials.shape[1]), dtype=torch.float32)
-    tokens_by_owner = torch.split(routing.tokens, routing.send_counts)
-    rows_by_owner = torch.split(partials, routing.send_counts)
-    # One owner after the other fixes the order of the additions; a token is at most once in each.
-    for tokens, rows in zip(tokens_by_owner, rows_by_owner, strict=True):
-        # Not index_add_: the additions of atomics on CUDA lose subnormal numbers.
-        total.index_copy_(0, tokens, total.index_select(0, tokens) + rows.float())
-    inf = float("inf")
-    # Makes every NaN the canonical one, whatever its sign and payload; infinities stay.
-    return total.to(partials.dtype).nan_to_num_(nan=float("nan"), posinf=inf, neginf=-inf)
+    def _is_captured(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

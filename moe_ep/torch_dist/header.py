@@ -23,6 +23,10 @@ class RoundHeader:
     has_weights: int
     has_stats: int
 
+    def what_must_agree(self) -> tuple[int, ...]:
+        """Return the fields that must be equal on all ranks."""
+        return tuple(getattr(self, field) for field in _MUST_AGREE)
+
 
 # What a user would call the fields that must be equal on all ranks.
 _MUST_AGREE = {

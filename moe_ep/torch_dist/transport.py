@@ -5,6 +5,7 @@ Every wait ends: after `timeout_sec` of wall clock a call raises MoEEpTimeoutErr
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
@@ -83,6 +84,18 @@ class Transport:
             self._over_gloo(phase, list(outgoing), list(incoming), tag)
         return received
 
+    def exchange_blocks(self, blocks: Tensor) -> Tensor:
+        """Send row p of `blocks` to rank p; return what each rank sent to this one. Collective.
+
+        blocks: [ep_size, bytes] uint8, contiguous, of the same size on all ranks; so is the result.
+        Only issued: the host does not wait, so that it can be captured in a CUDA graph.
+        """
+        if self._group is None:
+            return blocks
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=self._group)
+        return received
+
     def _over_gloo(
         self, phase: str, outgoing: list[Tensor], incoming: list[Tensor], tag: int
     ) -> None:
@@ -110,8 +123,11 @@ class Transport:
             work = dist.all_to_all_single(
                 received, rows, recv_counts, send_counts, group=self._group, async_op=True
             )
-            # With a timeout NCCL's wait blocks the host, which is what makes it end.
             assert work is not None
+            # Waiting with a timeout blocks the host, which is what makes it end; but then it looks
+            # once a millisecond. So that is left for the end of the budget.
+            while not work.is_completed() and not self._deadline.expired():
+                time.sleep(0)
             work.wait(timedelta(seconds=self._deadline.remaining()))
         except RuntimeError as exc:
             raise MoEEpTimeoutError(

@@ -93,7 +93,8 @@ class Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             self._graph = torch.cuda.CUDAGraph()
-            with capturing(self._graph, device):
+            # NCCL's watchdog asks for its events meanwhile, from its own thread.
+            with capturing(self._graph, device, capture_error_mode="thread_local"):
                 work()
 
     def replay(self) -> None:

@@ -16,7 +16,8 @@ from moe_ep import (
     create_communication,
 )
 from tests.conftest import RunOnRanks
-from tests.gpu.device_rounds import capturing
+from tests.gpu.device_rounds import capturing, partial_rows
+from tests.gpu.recorded import Recorded, steps_of
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import Outcome, RankContext
 from tests.ranks.devices import NCCL, unavailable_reason
@@ -74,30 +75,43 @@ def test_rounds_over_nccl_equal_the_oracle(
     check_all(params, rounds, [outcome.value for outcome in outcomes])
 
 
-def try_to_capture(
-    context: RankContext, rounds: list[Round]
-) -> tuple[Problem | None, list[Played]]:
-    """Body: a round, a capture of its dispatch, which must fail, and another round."""
+CAPACITIES = (8, 3, 40)
+REPLAYS = 3
+
+
+def capture_rounds(context: RankContext) -> Problem | None:
+    """Body: a capture that comes too early, which must fail; then rounds of several sizes eagerly,
+    from a graph, and eagerly again.
+    """
     params = MoEEpCommParams(11, 4, 40, 200)
     with create_communication(context.bootstrap(), params, "torch_dist") as communication:
-        assert not communication.supports_cuda_graph
-        played = [play_round(communication, rounds[0])]
-        rows = rounds[0].hidden_states[context.rank].to(communication.device)
-        ids = rounds[0].topk_ids[context.rank].to(communication.device)
-        # NCCL's watchdog asks for its events meanwhile, from its own thread.
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, communication.device, capture_error_mode="thread_local"):
-            rows.add_(0)  # a graph with nothing in it is warned of
-            problem = problem_of(communication.dispatch, rows, ids)
-        return problem, [*played, play_round(communication, rounds[1])]
+        assert communication.supports_cuda_graph
+        steps, verdict = steps_of(communication, CAPACITIES, 0)
+
+        def play() -> None:
+            for index, step in enumerate(steps):
+                result = step.dispatch(communication)
+                verdict.judge_received(index, result, step.received)
+                partial = partial_rows(params, context.size, context.rank, result)
+                verdict.judge_sums(index, communication.combine(partial), step.sums)
+
+        problem = None
+        if communication.device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, communication.device, capture_error_mode="thread_local"):
+                torch.zeros(1, device=communication.device)  # an empty graph is warned of
+                problem = problem_of(play)
+        play()
+        recorded = Recorded(communication.device, play)
+        for _ in range(REPLAYS):
+            recorded.replay()
+        play()
+        communication.check()
+        verdict.require()
+        return problem
 
 
 @two_gpus
-def test_a_round_over_nccl_says_that_it_cannot_be_captured(ranks: RunOnRanks) -> None:
-    """The host takes part in it: it must know the counts to tell NCCL."""
-    params = MoEEpCommParams(11, 4, 40, 200)
-    rounds = [random_round(params, n, seed) for seed, n in enumerate([(40, 17), (0, 3)])]
-    results = ranks(2, try_to_capture, device=NCCL, rounds=rounds)
-    for problem, _ in results:
-        expect(problem, MoEEpStateError, ["torch_dist", "CUDA graph", "supports_cuda_graph"])
-    check_all(params, rounds, [played for _, played in results])
+def test_rounds_over_nccl_are_exact_in_a_cuda_graph(ranks: RunOnRanks) -> None:
+    for problem in ranks(2, capture_rounds, device=NCCL, seconds=60):
+        expect(problem, MoEEpStateError, ["eager round", "same sizes"])
