@@ -4,8 +4,9 @@ combine their outputs."""
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.cake import CakeAlltoAll, CakeAlltoAllConfig
 from moe_ep.collectives import CommBackend
-from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
+from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import (
     MoEEpConfigError,
     MoEEpDisagreementError,
@@ -15,6 +16,7 @@ from moe_ep.errors import (
     MoEEpStateError,
     MoEEpTimeoutError,
 )
+from moe_ep.expert_major import ExpertMajorRows
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
     available_communication_backends,
@@ -33,6 +35,7 @@ __all__ = [
     "CakeAlltoAllConfig",
     "CommBackend",
     "CommunicationConfig",
+    "ExpertMajorRows",
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpConfigError",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, Final, NoReturn
 
@@ -24,6 +23,7 @@ from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
+from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import (
     MoEEpDisagreementError,
     MoEEpError,
@@ -32,6 +32,7 @@ from moe_ep.errors import (
     MoEEpTimeoutError,
     translate_op_error,
 )
+from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
 
 # States. idle -> dispatched -> idle -> ...; broken and destroyed are final. Strings, which dynamo
@@ -40,33 +41,6 @@ _IDLE = "idle"
 _DISPATCHED = "dispatched"
 _BROKEN = "broken"
 _DESTROYED = "destroyed"
-
-
-@dataclass(frozen=True)
-class MoEEpDispatchResult:
-    """What one rank received. Views of library memory, valid until the matching combine.
-
-    With R = ep_size, tpr = tokens_per_rank, rows `[s * tpr, (s + 1) * tpr)` come from source rank
-    s: its tokens first, in ascending order, then rows without a token, whose ids are all
-    `invalid_expert_id` and whose other contents are unspecified.
-
-    hidden_states: [R * tpr, row] as given to dispatch (same dtype, same row width).
-    topk_ids: [R * tpr, top_k] int32, global expert ids.
-    topk_weights: [R * tpr, top_k] float32, or None where dispatch got none.
-    tokens_per_rank: rows per source rank in this round.
-    hidden_states_scale: [R * tpr, scale_row] as given to dispatch, or None.
-    eplb_gathered_stats: [R, eplb_stats_num_experts] int32, row r as given by rank r, or None.
-    recv_token_counts: [R] int32 on the device; entry s is the number of tokens received from rank
-        s.
-    """
-
-    hidden_states: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor | None
-    tokens_per_rank: int
-    hidden_states_scale: Tensor | None
-    eplb_gathered_stats: Tensor | None
-    recv_token_counts: Tensor
 
 
 class MoEEpCommunication(abc.ABC):
@@ -243,6 +217,45 @@ class MoEEpCommunication(abc.ABC):
         if dtype is not None:
             checks.check_combine_input_dtype("dtype", self.params, dtype)
         return self._combine_input_buffer()
+
+    def permute_to_experts(
+        self, result: MoEEpDispatchResult, *, alignment: int = 1, max_rows: int | None = None
+    ) -> ExpertMajorRows:
+        """Return the received rows grouped by local expert, for grouped matrix products.
+
+        Not collective, and no wait for the device. Only between dispatch and combine. A row for
+        each pick of a local expert; differentiable in hidden_states and topk_weights. What comes
+        out is fresh memory, and outlives the round.
+
+        alignment: groups begin at multiples of it (128 for many FP8 kernels).
+        max_rows: room for so many rows, a multiple of alignment. None: for every pick that could be
+            local, R * tpr * top_k of them and the padding, which is top_k times what a round of
+            evenly spread picks needs. Where a pick finds no room, the received row that it is of
+            comes back as NaN from `unpermute_from_experts`; see `is_incomplete`.
+
+        Raises TypeError, MoEEpConfigError and MoEEpStateError.
+        """
+        self._require(_DISPATCHED, "permute_to_experts")
+        first, count = self.first_local_expert, self.num_local_experts
+        return permute_to_experts(result, first, count, alignment=alignment, max_rows=max_rows)
+
+    def unpermute_from_experts(
+        self, rows: Tensor, permuted: ExpertMajorRows, *, apply_weights: bool = True
+    ) -> Tensor:
+        """Return [R * tpr, hidden_size], what combine takes: for each received row the sum over its
+        local picks of weight * row.
+
+        Not collective, and no wait for the device. Products and sums are in float32, in the order
+        of the picks, and rounded once to the dtype of `rows`. Differentiable in rows and the
+        weights. Received rows without a local pick are 0.
+
+        rows: [M, hidden_size] bfloat16, float16 or float32: the experts' outputs, a row for each of
+            `permute_to_experts`. Rows of zeros are not read.
+        apply_weights: False: the experts have applied them, or there are none.
+
+        Raises TypeError and MoEEpConfigError.
+        """
+        return unpermute_from_experts(rows, permuted, apply_weights=apply_weights)
 
     def check(self) -> None:
         """Wait for the device and raise what it recorded: MoEEpTimeoutError, MoEEpInputError,

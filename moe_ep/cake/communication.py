@@ -11,8 +11,9 @@ from moe_ep.cake import kernels, received
 from moe_ep.cake.config import CakeAlltoAllConfig
 from moe_ep.cake.places import geometry_of, reason_against
 from moe_ep.checks import check_type
-from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
+from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError, MoEEpInputError, MoEEpStateError, stands_for
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ep.communication import MoEEpDispatchResult
+from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpStateError
 from moe_ep.torch_dist.fixed_size import (
     Places,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
-from moe_ep.communication import MoEEpCommunication, MoEEpDispatchResult
+from moe_ep.communication import MoEEpCommunication
+from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpInputError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication

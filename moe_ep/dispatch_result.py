@@ -1,0 +1,34 @@
+"""What does a dispatch return?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MoEEpDispatchResult:
+    """What one rank received. Views of library memory, valid until the matching combine.
+
+    With R = ep_size, tpr = tokens_per_rank, rows `[s * tpr, (s + 1) * tpr)` come from source rank
+    s: its tokens first, in ascending order, then rows without a token, whose ids are all
+    `invalid_expert_id` and whose other contents are unspecified.
+
+    hidden_states: [R * tpr, row] as given to dispatch (same dtype, same row width).
+    topk_ids: [R * tpr, top_k] int32, global expert ids.
+    topk_weights: [R * tpr, top_k] float32, or None where dispatch got none.
+    tokens_per_rank: rows per source rank in this round.
+    hidden_states_scale: [R * tpr, scale_row] as given to dispatch, or None.
+    eplb_gathered_stats: [R, eplb_stats_num_experts] int32, row r as given by rank r, or None.
+    recv_token_counts: [R] int32 on the device; entry s is the number of tokens received from rank
+        s.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor | None
+    tokens_per_rank: int
+    hidden_states_scale: Tensor | None
+    eplb_gathered_stats: Tensor | None
+    recv_token_counts: Tensor
