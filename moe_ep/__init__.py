@@ -15,6 +15,7 @@ from moe_ep.errors import (
     MoEEpStateError,
     MoEEpTimeoutError,
 )
+from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
     available_communication_backends,
@@ -43,6 +44,8 @@ __all__ = [
     "MoEEpPlatformError",
     "MoEEpStateError",
     "MoEEpTimeoutError",
+    "NVLinkTwoSidedAlltoAll",
+    "NVLinkTwoSidedConfig",
     "QuantFormat",
     "TorchDistAlltoAll",
     "TorchDistConfig",
