@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "transport/copy_row.h"
+#include "transport/huge_pages.h"
 #include "two_sided/cpu.h"
 #include "two_sided/exchange.h"
 #include "two_sided/fifo.h"
@@ -152,6 +153,10 @@ Outcome alltoallv(const AlltoallvParams& p) {
   const FifoLayout layout = FifoLayout::of(g);
   const Segment own(p.workspace, layout, p.workspace.ep_rank);
   own.round_state().rows_delivered = 1;
+  for (int32_t i = 0; i < p.num_fields; ++i) {
+    const int64_t num_rows = static_cast<int64_t>(g.ep_size) * p.tokens_per_rank;
+    ask_for_huge_pages(p.received[i], num_rows * p.rows[i].row_bytes);
+  }
   DispatchRows rows(p, layout, own);
   const Outcome outcome = exchange(PeerWait{g.ep_size, RankMask::all(g.ep_size), Phase::kDispatch,
                                             p.timeout_sec, p.workspace.interrupted},

@@ -27,6 +27,7 @@ constexpr int32_t kCapacity = 6;
 constexpr int32_t kHidden = 70;  // a whole block and a rest
 constexpr int64_t kRowBytes = kHidden * 4;
 constexpr int64_t kIdBytes = kTopK * 4;
+constexpr int32_t kTimeoutSec = 15;
 
 struct Round {
   std::vector<int32_t> num_tokens;        // [ranks]
@@ -118,7 +119,7 @@ class Rank {
     p.topk_ids = p.ids_are_int64 ? static_cast<const void*>(wide_ids.data()) : own_ids.data();
     p.invalid_expert_id = -1;
     p.fields = {2, {kRowBytes, kIdBytes}};
-    p.timeout_sec = 60;
+    p.timeout_sec = kTimeoutSec;
     p.out_topk_ids = ids.data();
     p.out_send_tokens = send_tokens_.data();
     p.out_send_counts = send_counts.data();
@@ -144,7 +145,7 @@ class Rank {
     a.rows[1] = {reinterpret_cast<const uint8_t*>(ids.data()), kIdBytes, kIdBytes};
     a.received[0] = reinterpret_cast<uint8_t*>(received_.data());
     a.received[1] = reinterpret_cast<uint8_t*>(received_ids_.data());
-    a.timeout_sec = 60;
+    a.timeout_sec = kTimeoutSec;
     return two_sided::alltoallv(a) == Outcome::kDone || complain("alltoallv", number, 0, 0);
   }
 
@@ -186,7 +187,7 @@ class Rank {
     c.row_type = RowType::kFloat32;
     c.send_tokens = send_tokens_.data();
     c.expert_output = {reinterpret_cast<const uint8_t*>(received_.data()), kRowBytes, kRowBytes};
-    c.timeout_sec = 60;
+    c.timeout_sec = kTimeoutSec;
     c.output = reinterpret_cast<uint8_t*>(output.data());
     if (two_sided::combine(c) != Outcome::kDone) return complain("combine", number, 0, 0);
     for (int32_t t = 0; t < n; ++t) {
