@@ -15,8 +15,8 @@ inline void ask_for_huge_pages(void* begin, int64_t bytes) {
   constexpr int64_t kWorthwhile = int64_t{8} << 20;
   if (bytes < kWorthwhile) return;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) & ~(kHugePage - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(bytes)) &
-                        ~(kHugePage - 1);
+  const uintptr_t end =
+      (reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(bytes)) & ~(kHugePage - 1);
   if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
 }
 
