@@ -55,7 +55,8 @@ def test_a_name_or_a_config_creates_the_communication(backend):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(KeyError, match=r"nvlink.*registered are: cake, nvlink_two_sided, torch_dist"):
+    names = "cake, nvlink_two_sided, torch_dist"
+    with pytest.raises(KeyError, match=rf"nvlink.*registered are: {names}"):
         moe_ep.create_communication(ALONE, PARAMS, "nvlink")
 
 
