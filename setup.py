@@ -21,11 +21,9 @@ ROOT = Path(__file__).resolve().parent
 # tools/check_sources.py (make lint) tells when a list and its folders disagree.
 OPS_SOURCES = [
     "csrc/cake/combine.cpp",
-    "csrc/cake/copy_row.cpp",
     "csrc/cake/dispatch.cpp",
     "csrc/cake/fp8_rows.cpp",
     "csrc/cake/initialize.cpp",
-    "csrc/cake/reduce_rows.cpp",
     "csrc/ops/cake_combine.cpp",
     "csrc/ops/cake_dispatch.cpp",
     "csrc/ops/cake_workspace.cpp",
@@ -34,7 +32,18 @@ OPS_SOURCES = [
     "csrc/ops/expert_ids.cpp",
     "csrc/ops/library.cpp",
     "csrc/ops/round_errors.cpp",
+    "csrc/ops/tensor_args.cpp",
+    "csrc/ops/two_sided_args.cpp",
+    "csrc/ops/two_sided_combine.cpp",
+    "csrc/ops/two_sided_dispatch.cpp",
+    "csrc/ops/two_sided_workspace.cpp",
     "csrc/ops/workspace_args.cpp",
+    "csrc/transport/copy_row.cpp",
+    "csrc/transport/reduce_rows.cpp",
+    "csrc/two_sided/alltoallv.cpp",
+    "csrc/two_sided/combine.cpp",
+    "csrc/two_sided/initialize.cpp",
+    "csrc/two_sided/prepare.cpp",
 ]
 OPS_CUDA_SOURCES = [
     "csrc/cake/combine_bulk.cu",

@@ -103,8 +103,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--backends",
         type=_names,
         metavar="A,B",
-        help="(cake,torch_dist); each may carry settings of its own, as in cake,cake:no-pdl: "
-        + ", ".join(MODIFIERS),
+        help=f"of {_commas(moe_ep.available_communication_backends())} (cake,{NCCL_BACKEND}); each "
+        "may carry settings of its own, as in cake,cake:no-pdl: " + ", ".join(MODIFIERS),
     )
     add(
         "--ranks",

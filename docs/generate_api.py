@@ -15,7 +15,12 @@ import griffe
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "api.md"
-MODULES = ("moe_ep", "moe_ep.cake.kernels", "moe_ep.reference")
+MODULES = (
+    "moe_ep",
+    "moe_ep.cake.kernels",
+    "moe_ep.nvlink_two_sided.kernels",
+    "moe_ep.reference",
+)
 HEADER = "<!-- Written by docs/generate_api.py (make api): edit the docstrings, not this file. -->"
 MAX_LINE = 96
 ARGUMENT = re.compile(r"(\w+(?:, \w+)*): ")  # the house's form of a documented argument

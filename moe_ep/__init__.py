@@ -17,6 +17,7 @@ from moe_ep.errors import (
     MoEEpTimeoutError,
 )
 from moe_ep.expert_major import ExpertMajorRows
+from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
     available_communication_backends,
@@ -46,6 +47,8 @@ __all__ = [
     "MoEEpPlatformError",
     "MoEEpStateError",
     "MoEEpTimeoutError",
+    "NVLinkTwoSidedAlltoAll",
+    "NVLinkTwoSidedConfig",
     "QuantFormat",
     "TorchDistAlltoAll",
     "TorchDistConfig",

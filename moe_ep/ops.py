@@ -154,9 +154,71 @@ def _(
     )
 
 
+@torch.library.register_fake("moe_ep::two_sided_initialize")
+@torch.library.register_fake("moe_ep::two_sided_check")
 @torch.library.register_fake("moe_ep::cake_forget")
 @torch.library.register_fake("moe_ep::cake_check")
 def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::two_sided_prepare")
+def _(
+    workspace: Tensor,
+    topk_ids: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    invalid_expert_id: int,
+    tokens_per_rank: int,
+    row_bytes: list[int],
+    has_weights: bool,
+    timeout_sec: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ep_size, (num_tokens, top_k) = workspace.shape[0], topk_ids.shape
+    return (
+        topk_ids.new_empty((num_tokens, top_k), dtype=torch.int32),
+        topk_ids.new_empty((num_tokens * min(ep_size, top_k),), dtype=torch.int32),
+        topk_ids.new_empty((ep_size,), dtype=torch.int32),
+        topk_ids.new_empty((ep_size,), dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("moe_ep::two_sided_alltoallv")
+def _(
+    workspace: Tensor,
+    rows: list[Tensor],
+    send_tokens: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    timeout_sec: int,
+    received: list[Tensor],
+) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::two_sided_combine")
+def _(
+    workspace: Tensor,
+    expert_output: Tensor,
+    send_tokens: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    num_tokens: int,
+    timeout_sec: int,
+) -> Tensor:
+    return expert_output.new_empty((num_tokens, expert_output.shape[1]))
+
+
+@torch.library.register_fake("moe_ep::two_sided_combine_out")
+def _(
+    workspace: Tensor,
+    expert_output: Tensor,
+    send_tokens: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    timeout_sec: int,
+    output: Tensor,
+) -> None:
     return None
 
 

@@ -10,7 +10,12 @@ from multiprocessing import parent_process
 import pytest
 import torch
 
-from moe_ep import CakeAlltoAll, MoEEpCommunication, TorchDistAlltoAll
+from moe_ep import (
+    CakeAlltoAll,
+    MoEEpCommunication,
+    NVLinkTwoSidedAlltoAll,
+    TorchDistAlltoAll,
+)
 from tests.gpu_cases import GPUS
 from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
 
@@ -24,6 +29,7 @@ class Backend:
 
     masks: active_rank_mask.
     extra_bytes: extra_payload_bytes_per_token.
+    statistics: eplb_stats_num_experts.
     zero_copy: get_combine_input_buffer returns memory.
     low_precision: use_low_precision_combine.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
@@ -34,6 +40,7 @@ class Backend:
     communication: type[MoEEpCommunication]
     masks: bool = False
     extra_bytes: bool = False
+    statistics: bool = False
     zero_copy: bool = False
     low_precision: bool = False
     interruptible: bool = False
@@ -49,12 +56,14 @@ ALL = (
         CakeAlltoAll,
         masks=True,
         extra_bytes=True,
+        statistics=True,
         zero_copy=True,
         low_precision=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
     ),
-    Backend("torch_dist", TorchDistAlltoAll, devices=(CPU, NCCL)),
+    Backend("nvlink_two_sided", NVLinkTwoSidedAlltoAll, interruptible=True),
+    Backend("torch_dist", TorchDistAlltoAll, statistics=True, devices=(CPU, NCCL)),
 )
 
 

@@ -17,6 +17,8 @@
 #include "core/rank_mask.h"
 #include "core/scale_layout.h"
 #include "core/workspace_layout.h"
+#include "two_sided/geometry.h"
+#include "two_sided/layout.h"
 
 namespace py = pybind11;
 
@@ -53,6 +55,31 @@ uint64_t payload_offset(const Geometry& g, int64_t tokens_per_rank,
       .offset[index];
 }
 
+void bind_fifo_geometry(py::module_& m) {
+  using two_sided::FifoLayout;
+  using Fifos = two_sided::Geometry;
+  py::class_<Fifos>(m, "FifoGeometry",
+                    "The numbers that size a two-sided workspace; the same on every rank.")
+      .def(py::init(&two_sided::valid_geometry), py::kw_only(), py::arg("ep_size"),
+           py::arg("num_experts"), py::arg("top_k"), py::arg("max_tokens_per_rank"),
+           py::arg("num_slots"), py::arg("slot_bytes"))
+      .def_readonly("ep_size", &Fifos::ep_size)
+      .def_readonly("top_k", &Fifos::top_k)
+      .def_readonly("max_tokens_per_rank", &Fifos::max_tokens_per_rank)
+      .def_readonly("num_slots", &Fifos::num_slots)
+      .def_readonly("slot_bytes", &Fifos::slot_bytes)
+      .def(
+          "fields",
+          [](const Fifos& g) {
+            return std::vector<int64_t>{g.ep_size,   g.num_experts, g.top_k, g.max_tokens_per_rank,
+                                        g.num_slots, g.slot_bytes};
+          },
+          "The int[] that ops take as `geometry`.")
+      .def_property_readonly(
+          "segment_bytes", [](const Fifos& g) { return FifoLayout::of(g).segment_bytes; },
+          "Bytes of one rank's segment.");
+}
+
 }  // namespace
 
 void bind_layout(py::module_& m) {
@@ -83,6 +110,8 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("combine_rows_offset", &offset_of<&WorkspaceLayout::combine_rows>)
       .def("payload_offset", &payload_offset, py::arg("tokens_per_rank"), py::arg("row_bytes"),
            py::arg("index"), "Byte offset in a segment of the received rows of one payload.");
+
+  bind_fifo_geometry(m);
 
   m.def(
       "expert_range",

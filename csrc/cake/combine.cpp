@@ -6,17 +6,15 @@
 // peers read them after their wait. They are written again after the next dispatch, whose wait
 // every active peer satisfies only after its pull. A peer that is masked off in that next round is
 // not waited for: this is why a living rank must have left its last combine before it is masked.
-#include <algorithm>
 #include <vector>
 
-#include "cake/copy_row.h"
 #include "cake/cpu.h"
 #include "cake/fp8_rows.h"
-#include "cake/reduce_rows.h"
 #include "cake/segment.h"
-#include "cake/wait_for_peers.h"
-#include "core/float_formats.h"
 #include "core/quantize_row.h"
+#include "transport/agreement.h"
+#include "transport/copy_row.h"
+#include "transport/reduce_rows.h"
 
 namespace moe_ep::cake {
 namespace {
@@ -78,46 +76,6 @@ void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& 
   quantize_sum(*p.quantized, token, sum);
 }
 
-void publish(const CombineParams& p, const WorkspaceLayout& layout, uint32_t epoch) {
-  for (int32_t peer = 0; peer < p.workspace.geometry.ep_size; ++peer) {
-    if (!p.active.contains(peer)) continue;
-    const Segment segment(p.workspace, layout, peer);
-    CombineFlag& flag = segment.combine_flag(p.workspace.ep_rank);
-    flag.row_type = static_cast<int32_t>(p.row_type);
-    flag.low_precision = p.low_precision;
-    flag.hidden_size = p.hidden_size;
-    signal(&flag.ready, epoch, &segment.control().sleepers);
-  }
-}
-
-bool flags_agree(const CombineParams& p, const Segment& own) {
-  for (int32_t owner = 0; owner < p.workspace.geometry.ep_size; ++owner) {
-    if (!p.active.contains(owner)) continue;
-    const CombineFlag& flag = own.combine_flag(owner);
-    const bool same_rows =
-        flag.row_type == static_cast<int32_t>(p.row_type) && flag.hidden_size == p.hidden_size;
-    if (!same_rows || flag.low_precision != p.low_precision) return false;
-  }
-  return true;
-}
-
-// A sum that was not formed must not look like one.
-void poison(const CombineParams& p) {
-  if (p.output == nullptr) return;
-  const int64_t elements = p.num_tokens * p.hidden_size;
-  switch (p.row_type) {
-    case RowType::kFloat32:
-      std::fill_n(reinterpret_cast<uint32_t*>(p.output), elements, kFloat32Nan);
-      break;
-    case RowType::kFloat16:
-      std::fill_n(reinterpret_cast<uint16_t*>(p.output), elements, kFloat16Nan);
-      break;
-    case RowType::kBFloat16:
-      std::fill_n(reinterpret_cast<uint16_t*>(p.output), elements, kBFloat16Nan);
-      break;
-  }
-}
-
 }  // namespace
 
 Outcome combine(const CombineParams& p, const ParallelFor& parallel_for) {
@@ -127,15 +85,19 @@ Outcome combine(const CombineParams& p, const ParallelFor& parallel_for) {
   control.phase = Phase::kIdle;
 
   stage(p, own, parallel_for);
-  publish(p, layout, control.epoch);
-  const Outcome met = wait_for_peers(p.workspace, p.active, control, Phase::kCombine, p.timeout_sec,
-                                     deadline_in(p.timeout_sec),
-                                     [&](int32_t peer) { return &own.combine_flag(peer).ready; });
-  if (met != Outcome::kDone) {
-    poison(p);
-    return met;
+  const Agreement agreement(PeerWait{p.workspace.geometry.ep_size, p.active, Phase::kCombine,
+                                     p.timeout_sec, p.workspace.interrupted},
+                            p.workspace.ep_rank,
+                            [&](int32_t rank) { return Segment(p.workspace, layout, rank); });
+  CombineFlag rows{};
+  rows.row_type = static_cast<int32_t>(p.row_type);
+  rows.low_precision = p.low_precision;
+  rows.hidden_size = p.hidden_size;
+  const Outcome met = agreement.meet_in_combine(rows);
+  if (p.output != nullptr && (met == Outcome::kTimeout || met == Outcome::kInterrupted)) {
+    poison_sums(p.num_tokens * p.hidden_size, p.row_type, p.output);
   }
-  if (!flags_agree(p, own)) return Outcome::kDisagreement;
+  if (met != Outcome::kDone) return met;
   constexpr int64_t kTokensPerChunk = 8;
   parallel_for(0, p.num_tokens, kTokensPerChunk, [&](int64_t begin, int64_t end) {
     std::vector<float> sum(p.quantized != nullptr ? static_cast<size_t>(p.hidden_size) : 0);

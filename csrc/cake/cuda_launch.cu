@@ -6,7 +6,7 @@
 #include "cake/dispatch_packets.h"
 #include "cake/fp8_rows.h"
 #include "cake/paths.h"
-#include "cake/reduce_rows.h"
+#include "transport/reduce_rows.h"
 
 namespace moe_ep::cake {
 namespace {

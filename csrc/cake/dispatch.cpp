@@ -8,86 +8,35 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cake/copy_row.h"
 #include "cake/cpu.h"
 #include "cake/segment.h"
-#include "cake/wait_for_peers.h"
-#include "core/expert_partition.h"
+#include "transport/agreement.h"
+#include "transport/copy_row.h"
+#include "transport/routing.h"
 
 namespace moe_ep::cake {
 namespace {
 
-// Numbers the rows of each destination, in token order.
-class Router {
- public:
-  Router(const DispatchParams& p, Segment own)
-      : p_(p),
-        own_(own),
-        partition_(p.workspace.geometry.num_experts, p.workspace.geometry.ep_size) {}
-
-  // Fills the send slots of all tokens and returns how many rows go to each rank.
-  void route(int32_t* rows_to) const {
-    const Geometry& g = p_.workspace.geometry;
-    std::fill_n(rows_to, g.ep_size, 0);
-    own_.control().invalid_id.count = 0;
-    for (int32_t token = 0; token < p_.num_tokens; ++token) {
-      const RankMask destinations = destinations_of(token);
-      SendSlot* slot = own_.send_slots() + static_cast<int64_t>(token) * g.max_destinations();
-      SendSlot* const end = slot + g.max_destinations();
-      for (int32_t word = 0; word < rank_mask_words(g.ep_size); ++word) {
-        for (uint64_t bits = destinations.words[word]; bits != 0; bits &= bits - 1) {
-          const int32_t rank = word * kRanksPerMaskWord + __builtin_ctzll(bits);
-          *slot++ = {rank, rows_to[rank]++};
-        }
-      }
-      if (slot != end) *slot = {-1, 0};
-    }
+// Fills the send slots of all tokens: rows are numbered for each destination, in token order.
+// rows_to: how many go to each rank.
+void route(const DispatchParams& p, const Segment& own, const TokenRouter& router,
+           int32_t* rows_to) {
+  const Geometry& g = p.workspace.geometry;
+  std::fill_n(rows_to, g.ep_size, 0);
+  InvalidIdRecord& invalid_id = own.control().invalid_id;
+  invalid_id.count = 0;
+  for (int32_t token = 0; token < p.num_tokens; ++token) {
+    SendSlot* slot = own.send_slots() + static_cast<int64_t>(token) * g.max_destinations();
+    SendSlot* const end = slot + g.max_destinations();
+    for_each_rank(router.destinations_of(token, &invalid_id), g.ep_size,
+                  [&](int32_t rank) { *slot++ = {rank, rows_to[rank]++}; });
+    if (slot != end) *slot = {-1, 0};
   }
-
-  // An id as the receivers see it: what lies outside [0, num_experts) arrives as the invalid id.
-  int32_t id_to_send(int32_t token, int32_t slot) const {
-    const int64_t expert = expert_id(token, slot);
-    return static_cast<int32_t>(partition_.contains(expert) ? expert : p_.invalid_expert_id);
-  }
-
- private:
-  RankMask destinations_of(int32_t token) const {
-    RankMask destinations;
-    for (int32_t slot = 0; slot < p_.workspace.geometry.top_k; ++slot) {
-      const int64_t expert = expert_id(token, slot);
-      if (partition_.contains(expert)) {
-        const int32_t owner = partition_.owner_of(static_cast<int32_t>(expert));
-        if (p_.active.contains(owner)) destinations.insert(owner);
-      } else if (expert >= 0 && expert != p_.invalid_expert_id) {
-        record_invalid(token, slot, expert);
-      }
-    }
-    return destinations;
-  }
-
-  int64_t expert_id(int32_t token, int32_t slot) const {
-    const int64_t i = static_cast<int64_t>(token) * p_.workspace.geometry.top_k + slot;
-    return p_.ids_are_int64 ? static_cast<const int64_t*>(p_.topk_ids)[i]
-                            : static_cast<const int32_t*>(p_.topk_ids)[i];
-  }
-
-  void record_invalid(int32_t token, int32_t slot, int64_t expert) const {
-    InvalidIdRecord& record = own_.control().invalid_id;
-    if (record.count++ == 0) {
-      record.token = token;
-      record.slot = slot;
-      record.expert_id = expert;
-    }
-  }
-
-  const DispatchParams& p_;
-  Segment own_;
-  ExpertPartition partition_;
-};
+}
 
 class RowSender {
  public:
-  RowSender(const DispatchParams& p, const WorkspaceLayout& layout, const Router& router)
+  RowSender(const DispatchParams& p, const WorkspaceLayout& layout, const TokenRouter& router)
       : p_(p), layout_(layout), router_(router), copy_row_(bytes_to_copy(p)) {
     int64_t row_bytes[kMaxPayloads] = {};
     for (int32_t i = 0; i < p.num_payloads; ++i) row_bytes[i] = p.payloads[i].row_bytes;
@@ -135,48 +84,31 @@ class RowSender {
 
   const DispatchParams& p_;
   const WorkspaceLayout& layout_;
-  const Router& router_;
+  const TokenRouter& router_;
   RowCopy copy_row_;
   PayloadPlacement placement_;
 };
 
-void publish(const DispatchParams& p, const WorkspaceLayout& layout, uint32_t epoch,
-             const int32_t* rows_to) {
+void send_stats(const DispatchParams& p, const WorkspaceLayout& layout) {
+  if (p.eplb_local_stats == nullptr) return;
   const Geometry& g = p.workspace.geometry;
+  const int64_t own_row = static_cast<int64_t>(p.workspace.ep_rank) * g.eplb_stats_num_experts;
   for (int32_t peer = 0; peer < g.ep_size; ++peer) {
     if (!p.active.contains(peer)) continue;
     const Segment segment(p.workspace, layout, peer);
-    if (p.eplb_local_stats != nullptr) {
-      std::memcpy(segment.eplb_stats() +
-                      static_cast<int64_t>(p.workspace.ep_rank) * g.eplb_stats_num_experts,
-                  p.eplb_local_stats,
-                  static_cast<size_t>(g.eplb_stats_num_experts) * sizeof(int32_t));
-    }
-    RoundHeader& header = segment.round_header(p.workspace.ep_rank);
-    header.num_rows = rows_to[peer];
-    header.tokens_per_rank = p.tokens_per_rank;
-    header.has_weights = p.has_weights;
-    header.has_stats = p.eplb_local_stats != nullptr;
-    header.num_payloads = p.num_payloads;
-    for (int32_t i = 0; i < kMaxPayloads; ++i) {
-      header.row_bytes[i] = i < p.num_payloads ? p.payloads[i].row_bytes : 0;
-    }
-    signal(&header.dispatched, epoch, &segment.control().sleepers);
+    std::copy_n(p.eplb_local_stats, g.eplb_stats_num_experts, segment.eplb_stats() + own_row);
   }
 }
 
-bool same_round(const RoundHeader& a, const RoundHeader& b) {
-  return a.tokens_per_rank == b.tokens_per_rank && a.has_weights == b.has_weights &&
-         a.has_stats == b.has_stats && a.num_payloads == b.num_payloads &&
-         std::equal(a.row_bytes, a.row_bytes + kMaxPayloads, b.row_bytes);
-}
-
-bool headers_agree(const DispatchParams& p, const Segment& own) {
-  const RoundHeader& mine = own.round_header(p.workspace.ep_rank);
-  for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
-    if (p.active.contains(source) && !same_round(own.round_header(source), mine)) return false;
-  }
-  return true;
+// What must be the same on all ranks.
+RoundHeader header_of(const DispatchParams& p) {
+  RoundHeader header{};
+  header.tokens_per_rank = p.tokens_per_rank;
+  header.has_weights = p.has_weights;
+  header.has_stats = p.eplb_local_stats != nullptr;
+  header.num_payloads = p.num_payloads;
+  for (int32_t i = 0; i < p.num_payloads; ++i) header.row_bytes[i] = p.payloads[i].row_bytes;
+  return header;
 }
 
 template <typename T>
@@ -214,27 +146,6 @@ void receive(const DispatchParams& p, const Segment& own) {
   }
 }
 
-// All ranks see the same headers, so all come here together. They meet once more, so that none
-// starts the next round, and writes new headers, while another still reads those of this one.
-Outcome close_round(const DispatchParams& p, const WorkspaceLayout& layout, const Segment& own,
-                    Deadline deadline) {
-  ControlBlock& control = own.control();
-  control.phase = Phase::kIdle;
-  for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
-    if (p.active.contains(source)) p.out_headers[source] = own.round_header(source);
-  }
-  for (int32_t peer = 0; peer < p.workspace.geometry.ep_size; ++peer) {
-    if (!p.active.contains(peer)) continue;
-    const Segment segment(p.workspace, layout, peer);
-    signal(&segment.combine_flag(p.workspace.ep_rank).ready, control.epoch,
-           &segment.control().sleepers);
-  }
-  const Outcome met =
-      wait_for_peers(p.workspace, p.active, control, Phase::kDispatch, p.timeout_sec, deadline,
-                     [&](int32_t peer) { return &own.combine_flag(peer).ready; });
-  return met == Outcome::kDone ? Outcome::kDisagreement : met;
-}
-
 }  // namespace
 
 Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
@@ -248,21 +159,23 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
   control.active = p.active;
 
   int32_t rows_to[kMaxEpSize];
-  const Router router(p, own);
-  router.route(rows_to);
+  const Geometry& g = p.workspace.geometry;
+  const TokenRouter router({p.topk_ids, p.ids_are_int64, g.top_k, p.invalid_expert_id, p.active},
+                           g.num_experts, g.ep_size);
+  route(p, own, router, rows_to);
 
   const RowSender sender(p, layout, router);
   constexpr int64_t kTokensPerChunk = 16;  // a chunk is worth handing to another thread
   parallel_for(0, p.num_tokens, kTokensPerChunk,
                [&](int64_t begin, int64_t end) { sender.send(begin, end); });
 
-  publish(p, layout, control.epoch, rows_to);
-  const Deadline deadline = deadline_in(p.timeout_sec);
-  const Outcome met =
-      wait_for_peers(p.workspace, p.active, control, Phase::kDispatch, p.timeout_sec, deadline,
-                     [&](int32_t peer) { return &own.round_header(peer).dispatched; });
+  send_stats(p, layout);
+  const Agreement agreement(
+      PeerWait{g.ep_size, p.active, Phase::kDispatch, p.timeout_sec, p.workspace.interrupted},
+      p.workspace.ep_rank, [&](int32_t rank) { return Segment(p.workspace, layout, rank); });
+  agreement.publish(header_of(p), rows_to);
+  const Outcome met = agreement.meet_in_dispatch(p.out_headers);
   if (met != Outcome::kDone) return met;
-  if (!headers_agree(p, own)) return close_round(p, layout, own, deadline);
   receive(p, own);
   return Outcome::kDone;
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cake/row_vectors.h"
+#include "transport/row_vectors.h"
 
 namespace moe_ep::cake {
 namespace {

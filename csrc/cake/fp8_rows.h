@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "cake/params.h"
-#include "cake/reduce_rows.h"
 #include "core/scaled_fp8.h"
+#include "transport/reduce_rows.h"
 
 namespace moe_ep::cake {
 

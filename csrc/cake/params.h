@@ -9,6 +9,7 @@
 #include "core/limits.h"
 #include "core/quant_formats.h"
 #include "core/rank_mask.h"
+#include "core/rows.h"
 #include "core/workspace_layout.h"
 
 namespace moe_ep::cake {
@@ -22,13 +23,6 @@ struct WorkspaceView {
   InterruptCheck interrupted = nullptr;  // null: waits end with their deadline only
 
   uint8_t* segment(int32_t rank) const { return base + rank * rank_stride; }
-};
-
-// A [num_tokens, row_bytes] input whose rows lie `stride` bytes apart.
-struct RowsIn {
-  const uint8_t* data;
-  int64_t row_bytes;
-  int64_t stride;
 };
 
 struct DispatchParams {
@@ -53,8 +47,6 @@ struct DispatchParams {
   int32_t* out_eplb_stats;   // [ep_size, eplb_stats_num_experts] or null
   RoundHeader* out_headers;  // [ep_size]; filled where the ranks disagree
 };
-
-enum class RowType : int32_t { kFloat32, kFloat16, kBFloat16 };
 
 struct CombineParams {
   WorkspaceView workspace;

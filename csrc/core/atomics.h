@@ -32,4 +32,9 @@ MOE_EP_HOST_DEVICE inline uint32_t load_acquire(const uint32_t* word) {
   return SystemAtomic32(*const_cast<uint32_t*>(word)).load(kAcquire);
 }
 
+// The word has one writer.
+MOE_EP_HOST_DEVICE inline void store_release(uint32_t* word, uint32_t value) {
+  SystemAtomic32(*word).store(value, kRelease);
+}
+
 }  // namespace moe_ep

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/fingerprint.h"
 #include "core/host_device.h"
 #include "core/limits.h"
 
@@ -31,7 +32,7 @@ struct Geometry {
   MOE_EP_HOST_DEVICE constexpr int64_t max_rows() const {
     return static_cast<int64_t>(ep_size) * max_tokens_per_rank;
   }
-  // Tells workspaces of different geometry apart (FNV-1a over the fields).
+  // Tells workspaces of different geometry apart.
   MOE_EP_HOST_DEVICE constexpr uint64_t fingerprint() const {
     const uint64_t fields[] = {static_cast<uint64_t>(ep_size),
                                static_cast<uint64_t>(num_experts),
@@ -42,13 +43,7 @@ struct Geometry {
                                static_cast<uint64_t>(eplb_stats_num_experts),
                                static_cast<uint64_t>(low_latency_tokens),
                                static_cast<uint64_t>(spans_gpus)};
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (const uint64_t field : fields) {
-      for (int shift = 0; shift < 64; shift += 8) {
-        hash = (hash ^ ((field >> shift) & 0xff)) * 0x100000001b3u;
-      }
-    }
-    return hash;
+    return fingerprint_of(fields);
   }
 };
 

@@ -43,6 +43,17 @@ inline void signal(uint32_t* flag, uint32_t epoch, uint32_t* sleepers) {
   }
 }
 
+// Tells a thread that something has changed which it may be waiting for, where that may be one of
+// many words: they are looked at again after each ring. Publishes as `signal` does. A waiter reads
+// the bell, looks at the words, and if nothing has changed, waits for the bell to reach one more
+// than it has read: what changed before the ring, it sees; what changes later, rings again.
+inline void ring(uint32_t* bell, uint32_t* sleepers) {
+  SystemAtomic32(*bell).fetch_add(1, kSequential);
+  if (SystemAtomic32(*sleepers).load(kSequential) != 0) {
+    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
 enum class WaitEnd { kReached, kTimeout, kInterrupted };
 
 struct WaitResult {

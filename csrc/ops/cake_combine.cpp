@@ -6,11 +6,12 @@
 #include <tuple>
 
 #include "cake/cpu.h"
-#include "cake/reduce_rows.h"
 #include "ops/combine_args.h"
 #include "ops/errors.h"
 #include "ops/parallel.h"
 #include "ops/round_errors.h"
+#include "ops/tensor_args.h"
+#include "transport/reduce_rows.h"
 
 namespace moe_ep::ops {
 namespace {
@@ -28,22 +29,22 @@ ControlBlock& control_of_round(const cake::CombineParams& p) {
 
 void run(const cake::CombineParams& p, ControlBlock& control) {
   switch (cake::combine(p, torch_parallel_for())) {
-    case cake::Outcome::kDone:
+    case Outcome::kDone:
       break;
-    case cake::Outcome::kTimeout:
-      raise_timeout(control.timeout, p.workspace);
-    case cake::Outcome::kInterrupted:
+    case Outcome::kTimeout:
+      raise_timeout(control.timeout, p.workspace.ep_rank);
+    case Outcome::kInterrupted:
       raise_interrupt();
-    case cake::Outcome::kDisagreement:
+    case Outcome::kDisagreement:
       raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
-                                 " elements of " +
-                                 std::to_string(cake::row_type_bytes(p.row_type)) + " bytes" +
-                                 (p.low_precision ? ", which travel as FP8" : ""));
+                                 " elements of " + std::to_string(row_type_bytes(p.row_type)) +
+                                 " bytes" + (p.low_precision ? ", which travel as FP8" : ""));
   }
   // Only now, when the round is closed on all ranks: raising earlier would leave the peers waiting.
   const InvalidIdRecord invalid = control.invalid_id;
   control.invalid_id.count = 0;
-  if (invalid.count != 0) raise_invalid_ids(invalid, p.workspace);
+  if (invalid.count == 0) return;
+  raise_invalid_ids(invalid, p.workspace.ep_rank, p.workspace.geometry.num_experts);
 }
 
 Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,

@@ -9,6 +9,7 @@
 #include "ops/device_status.h"
 #include "ops/device_workspaces.h"
 #include "ops/errors.h"
+#include "ops/tensor_args.h"
 
 namespace moe_ep::ops {
 namespace {

@@ -23,13 +23,13 @@ void run(cake::DispatchParams& p, const ControlBlock& control) {
   std::vector<RoundHeader> headers(static_cast<size_t>(p.workspace.geometry.ep_size));
   p.out_headers = headers.data();
   switch (cake::dispatch(p, torch_parallel_for())) {
-    case cake::Outcome::kDone:
+    case Outcome::kDone:
       break;
-    case cake::Outcome::kTimeout:
-      raise_timeout(control.timeout, p.workspace);
-    case cake::Outcome::kInterrupted:
+    case Outcome::kTimeout:
+      raise_timeout(control.timeout, p.workspace.ep_rank);
+    case Outcome::kInterrupted:
       raise_interrupt();
-    case cake::Outcome::kDisagreement:
+    case Outcome::kDisagreement:
       raise_dispatch_disagreement(headers.data(), p.workspace.geometry.ep_size);
   }
 }

@@ -57,10 +57,10 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
 void cake_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const cake::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   auto& control = *reinterpret_cast<ControlBlock*>(view.segment(view.ep_rank));
-  if (control.timeout.recorded) raise_timeout(control.timeout, view);
+  if (control.timeout.recorded) raise_timeout(control.timeout, view.ep_rank);
   const InvalidIdRecord invalid = initialised_control(view).invalid_id;
   control.invalid_id.count = 0;
-  if (invalid.count != 0) raise_invalid_ids(invalid, view);
+  if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank, view.geometry.num_experts);
 }
 
 // The process keeps nothing about a workspace in host memory besides the workspace itself.

@@ -5,24 +5,11 @@
 #include <cmath>
 
 #include "cake/fp8_rows.h"
-#include "cake/reduce_rows.h"
 #include "ops/errors.h"
+#include "ops/tensor_args.h"
 
 namespace moe_ep::ops {
 namespace {
-
-cake::RowType row_type_from(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return cake::RowType::kFloat32;
-    case ScalarType::Half:
-      return cake::RowType::kFloat16;
-    case ScalarType::BFloat16:
-      return cake::RowType::kBFloat16;
-    default:
-      fail("TypeError", "expert outputs must be float32, float16 or bfloat16");
-  }
-}
 
 void check_not_in_place(const CombineInputs& in) {
   check(!in.low_precision,
@@ -35,19 +22,15 @@ void set_expert_output(cake::CombineParams& p, const CombineInputs& in) {
     check_not_in_place(in);
     return;
   }
-  const Tensor& given = *in.expert_output;
-  const int64_t rows = p.workspace.geometry.ep_size * in.tokens_per_rank;
-  check_device("expert_output", given, in.workspace);
-  check_dtype(given.scalar_type() == in.dtype, "expert_output must have the output's dtype");
-  check(given.dim() == 2 && given.size(0) == rows && given.size(1) == in.hidden_size &&
-            (in.hidden_size == 1 || given.stride(1) == 1),
-        "expert_output must be [", rows, ", ", in.hidden_size, "], its rows dense");
-  if (is_combine_input(given, p.workspace)) {
+  const int64_t num_rows = p.workspace.geometry.ep_size * in.tokens_per_rank;
+  const RowsIn rows =
+      expert_output_from(*in.expert_output, in.workspace, in.dtype, num_rows, in.hidden_size);
+  if (is_combine_input(*in.expert_output, p.workspace)) {
     check_not_in_place(in);
     return;
   }
-  p.expert_output = static_cast<const uint8_t*>(given.const_data_ptr());
-  p.expert_output_stride = given.stride(0) * static_cast<int64_t>(given.element_size());
+  p.expert_output = rows.data;
+  p.expert_output_stride = rows.stride;
 }
 
 }  // namespace
@@ -63,7 +46,7 @@ cake::CombineParams combine_args(const CombineInputs& in) {
   p.hidden_size = in.hidden_size;
   p.low_precision = in.low_precision;
   // Divided, not multiplied: a product might not fit 64 bits.
-  const int64_t element = in.low_precision ? 1 : cake::row_type_bytes(p.row_type);
+  const int64_t element = in.low_precision ? 1 : row_type_bytes(p.row_type);
   check(in.hidden_size >= 1 && in.hidden_size <= g.combine_bytes_per_token / element &&
             cake::travelling_row_bytes(p) <= g.combine_bytes_per_token,
         "an expert output row has ", in.hidden_size, " elements of ", element,
@@ -81,11 +64,6 @@ Tensor fresh_sums(cake::CombineParams& p, const CombineInputs& in) {
                                        in.workspace.device());
   p.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   return output;
-}
-
-void check_sums(const Tensor& output) {
-  check(output.dim() == 2 && output.is_contiguous(),
-        "output must be contiguous [num_tokens, hidden_size]");
 }
 
 void set_sums(cake::CombineParams& p, const Tensor& output, const Tensor& workspace) {

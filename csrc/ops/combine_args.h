@@ -32,7 +32,6 @@ cake::CombineParams combine_args(const CombineInputs& inputs);
 Tensor fresh_sums(cake::CombineParams& params, const CombineInputs& inputs);
 // Raises unless `output` can take the sums where it is.
 void set_sums(cake::CombineParams& params, const Tensor& output, const Tensor& workspace);
-void check_sums(const Tensor& output);
 
 struct QuantizedSums {
   Tensor values;

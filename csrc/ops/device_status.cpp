@@ -30,7 +30,7 @@ void raise_recorded_timeout(DeviceWorkspaceState& state, const cake::WorkspaceVi
 void raise_timeout_again(DeviceWorkspaceState& state, const cake::WorkspaceView& workspace) {
   if (!is_set(state.page->timeout.recorded)) return;
   state.timeout_was_raised = true;
-  raise_timeout(state.page->timeout, workspace);
+  raise_timeout(state.page->timeout, workspace.ep_rank);
 }
 
 RoundErrors::RoundErrors(StatusPage& page, cudaStream_t stream) {
@@ -51,7 +51,9 @@ void RoundErrors::raise(const cake::WorkspaceView& workspace) const {
     if (disagreement_->phase == Phase::kCombine) raise_combine_disagreement("");
     raise_dispatch_disagreement(disagreement_->headers, workspace.geometry.ep_size);
   }
-  if (invalid_id_.count != 0) raise_invalid_ids(invalid_id_, workspace);
+  if (invalid_id_.count != 0) {
+    raise_invalid_ids(invalid_id_, workspace.ep_rank, workspace.geometry.num_experts);
+  }
 }
 
 }  // namespace moe_ep::ops

@@ -72,7 +72,7 @@ DeviceWorkspaceState& DeviceWorkspaces::find(const cake::WorkspaceView& workspac
                              cudaMemcpyDeviceToHost, call.stream()),
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(call.stream()), "cudaStreamSynchronize");
-  check_initialised(control, workspace.geometry);
+  check_initialised(control, workspace.geometry.fingerprint());
   return state_of_copies(call.device());
 }
 

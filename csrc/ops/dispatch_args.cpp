@@ -3,36 +3,18 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "ops/errors.h"
+#include "ops/tensor_args.h"
 
 namespace moe_ep::ops {
 namespace {
 
-cake::RowsIn rows_from(const Tensor& payload, int64_t num_tokens, const Tensor& workspace,
-                       const cake::WorkspaceView& view) {
-  check_device("a payload", payload, workspace);
-  check_outside_workspace("a payload", payload, view);
-  check(payload.dim() == 2 && payload.size(0) == num_tokens,
-        "each payload must be 2-D with a row for each of the ", num_tokens, " tokens");
-  const auto element = static_cast<int64_t>(payload.element_size());
-  check(payload.size(1) <= 1 || payload.stride(1) == 1, "the rows of a payload must be dense");
-  return {static_cast<const uint8_t*>(payload.const_data_ptr()), payload.size(1) * element,
-          payload.stride(0) * element};
-}
-
 void set_routing(cake::DispatchParams& p, const DispatchInputs& in) {
   const Geometry& g = p.workspace.geometry;
-  const Tensor& ids = in.topk_ids;
-  check_device("topk_ids", ids, in.workspace);
-  check_outside_workspace("topk_ids", ids, p.workspace);
-  p.ids_are_int64 = ids.scalar_type() == ScalarType::Long;
-  check_dtype(p.ids_are_int64 || ids.scalar_type() == ScalarType::Int,
-              "topk_ids must be int32 or int64");
-  check(ids.dim() == 2 && ids.size(1) == g.top_k && ids.is_contiguous(),
-        "topk_ids must be contiguous [num_tokens, top_k=", g.top_k, "]");
-  check(ids.size(0) <= p.tokens_per_rank, "topk_ids has ", ids.size(0),
-        " rows, more than tokens_per_rank=", p.tokens_per_rank);
-  p.num_tokens = static_cast<int32_t>(ids.size(0));
-  p.topk_ids = ids.const_data_ptr();
+  const TopkIds ids = topk_ids_from(in.topk_ids, in.workspace, g.top_k, p.tokens_per_rank);
+  check_outside_workspace("topk_ids", in.topk_ids, p.workspace);
+  p.ids_are_int64 = ids.are_int64;
+  p.num_tokens = ids.num_tokens;
+  p.topk_ids = ids.data;
   if (!in.topk_weights.has_value()) return;
   const Tensor& weights = *in.topk_weights;
   check_device("topk_weights", weights, in.workspace);
@@ -50,7 +32,8 @@ void set_payloads(cake::DispatchParams& p, const DispatchInputs& in) {
         kMaxPayloads, " tensors, got ", in.payloads.size());
   int64_t bytes = 0;
   for (const Tensor& payload : in.payloads) {
-    p.payloads[p.num_payloads] = rows_from(payload, p.num_tokens, in.workspace, p.workspace);
+    p.payloads[p.num_payloads] = payload_from(payload, in.workspace, p.num_tokens);
+    check_outside_workspace("a payload", payload, p.workspace);
     bytes += p.payloads[p.num_payloads++].row_bytes;
   }
   check(bytes <= p.workspace.geometry.dispatch_bytes_per_token, "the payload rows of a token have ",
@@ -81,10 +64,7 @@ DispatchArgs dispatch_args(const DispatchInputs& in) {
   p.active = active.fixed;
   p.tokens_per_rank = checked_tokens_per_rank(in.tokens_per_rank, g);
   p.timeout_sec = checked_timeout(in.timeout_sec);
-  p.invalid_expert_id = checked_invalid_expert_id(in.invalid_expert_id);
-  check(p.invalid_expert_id < 0 || p.invalid_expert_id >= g.num_experts,
-        "invalid_expert_id must be an int32 outside [0, ", g.num_experts, "), got ",
-        in.invalid_expert_id);
+  p.invalid_expert_id = invalid_expert_id_from(in.invalid_expert_id, g.num_experts);
   set_routing(p, in);
   set_payloads(p, in);
   set_stats(p, in);

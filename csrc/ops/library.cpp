@@ -42,6 +42,24 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def("cake_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   // Lets go of what the process keeps about a workspace outside of it; before the workspace ends.
   m.def("cake_forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  // A two-sided round: prepare, alltoallv, combine.
+  // row_bytes: of the fields that alltoallv will move; has_weights: whether weights are among them.
+  m.def(
+      "two_sided_prepare(Tensor(a!) workspace, Tensor topk_ids, int[] geometry, int ep_rank, "
+      "int invalid_expert_id, SymInt tokens_per_rank, int[] row_bytes, bool has_weights, "
+      "int timeout_sec) -> (Tensor topk_ids, Tensor send_tokens, Tensor send_counts, "
+      "Tensor recv_counts)");
+  m.def(
+      "two_sided_alltoallv(Tensor(a!) workspace, Tensor[] rows, Tensor send_tokens, "
+      "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!)[] received) -> ()");
+  m.def(
+      "two_sided_combine(Tensor(a!) workspace, Tensor expert_output, Tensor send_tokens, "
+      "int[] geometry, int ep_rank, SymInt num_tokens, int timeout_sec) -> Tensor");
+  m.def(
+      "two_sided_combine_out(Tensor(a!) workspace, Tensor expert_output, Tensor send_tokens, "
+      "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!) output) -> ()");
+  m.def("two_sided_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  m.def("two_sided_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
       "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
       "-> ()");

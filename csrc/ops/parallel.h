@@ -3,11 +3,11 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include "cake/cpu.h"
+#include "transport/parallel_for.h"
 
 namespace moe_ep::ops {
 
-inline cake::ParallelFor torch_parallel_for() {
+inline ParallelFor torch_parallel_for() {
   return [](int64_t begin, int64_t end, int64_t grain,
             const std::function<void(int64_t, int64_t)>& body) {
     if (end - begin <= grain || torch::stable::get_num_threads() == 1) {

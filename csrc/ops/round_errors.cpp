@@ -7,24 +7,26 @@
 
 namespace moe_ep::ops {
 
-void raise_invalid_ids(const InvalidIdRecord& record, const cake::WorkspaceView& workspace) {
-  fail("MoEEpInputError", "rank ", workspace.ep_rank, " passed ", record.count,
-       " expert id(s) outside [0, ", workspace.geometry.num_experts, "), the first at token ",
-       record.token, ", slot ", record.slot, ": ", record.expert_id,
+void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank, int32_t num_experts) {
+  fail("MoEEpInputError", "rank ", ep_rank, " passed ", record.count, " expert id(s) outside [0, ",
+       num_experts, "), the first at token ", record.token, ", slot ", record.slot, ": ",
+       record.expert_id,
        ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
 }
 
-void raise_timeout(const TimeoutRecord& record, const cake::WorkspaceView& workspace) {
-  if (epoch_reached(record.epoch_seen, record.epoch_expected)) {
-    fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " met rank ", record.peer, " in ",
+void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
+  const bool in_step = record.epoch_seen == record.epoch_expected;
+  if (!in_step && epoch_reached(record.epoch_seen, record.epoch_expected)) {
+    fail("MoEEpTimeoutError", "rank ", ep_rank, " met rank ", record.peer, " in ",
          phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
          " expected, ", record.epoch_seen,
          " seen): a call failed on one of them only. Re-create the "
          "communication on all ranks.");
   }
-  fail("MoEEpTimeoutError", "rank ", workspace.ep_rank, " waited ", record.timeout_sec, " s in ",
+  fail("MoEEpTimeoutError", "rank ", ep_rank, " waited ", record.timeout_sec, " s in ",
        phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
-       " expected, ", record.epoch_seen, " seen). Rank ", record.peer,
+       " expected, ", record.epoch_seen,
+       in_step ? " seen: it stopped among its rows). Rank " : " seen). Rank ", record.peer,
        " may be dead, slow, or in another number of rounds; re-create the "
        "communication, without it if it is dead.");
 }

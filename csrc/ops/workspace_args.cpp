@@ -10,12 +10,20 @@
 namespace moe_ep::ops {
 namespace {
 
+std::atomic<InterruptCheck> interrupt_check{nullptr};
+
+WorkspaceRows rows_of(const cake::WorkspaceView& view) {
+  return {view.base, view.rank_stride, view.ep_rank, view.geometry.ep_size,
+          static_cast<int64_t>(WorkspaceLayout::of(view.geometry).segment_bytes)};
+}
+
+}  // namespace
+
 int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high) {
   check(value >= low && value <= high, name, " must be in [", low, ", ", high, "], got ", value);
   return static_cast<int32_t>(value);
 }
 
-// The bytes from the first to the last element; false where there is none.
 bool overlaps(const Tensor& tensor, const uint8_t* begin, const uint8_t* end) {
   int64_t last = 0;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -27,9 +35,7 @@ bool overlaps(const Tensor& tensor, const uint8_t* begin, const uint8_t* end) {
   return first < end && first + (last + 1) * element > begin;
 }
 
-std::atomic<InterruptCheck> interrupt_check{nullptr};
-
-}  // namespace
+InterruptCheck current_interrupt_check() { return interrupt_check; }
 
 void set_interrupt_check(int64_t address) {
   interrupt_check = reinterpret_cast<InterruptCheck>(address);
@@ -44,22 +50,28 @@ Geometry geometry_from(const std::vector<int64_t>& f) {
   }
 }
 
-cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, int64_t ep_rank) {
+WorkspaceRows workspace_rows(const Tensor& workspace, int64_t ep_size, int64_t segment_bytes,
+                             int64_t ep_rank) {
   check_dtype(workspace.scalar_type() == ScalarType::Byte, "workspace must be uint8");
   check(workspace.dim() == 2, "workspace must be 2-D [ep_size, segment_bytes], got ",
         workspace.dim(), "-D");
-  check(workspace.size(0) == g.ep_size, "workspace must have a row for each of the ", g.ep_size,
+  check(workspace.size(0) == ep_size, "workspace must have a row for each of the ", ep_size,
         " ranks, got ", workspace.size(0));
-  const auto segment_bytes = static_cast<int64_t>(WorkspaceLayout::of(g).segment_bytes);
   check(workspace.size(1) >= segment_bytes && workspace.stride(1) == 1,
         "workspace rows must be dense and of at least ", segment_bytes, " bytes, got ",
         workspace.size(1), " bytes with stride ", workspace.stride(1));
-  bounded("ep_rank", ep_rank, 0, g.ep_size - 1);
+  bounded("ep_rank", ep_rank, 0, ep_size - 1);
   auto* base = static_cast<uint8_t*>(workspace.mutable_data_ptr());
   check(reinterpret_cast<uintptr_t>(base) % kFlagAlignment == 0 &&
-            (g.ep_size == 1 || workspace.stride(0) % static_cast<int64_t>(kFlagAlignment) == 0),
+            (ep_size == 1 || workspace.stride(0) % static_cast<int64_t>(kFlagAlignment) == 0),
         "workspace rows must start on ", kFlagAlignment, "-byte boundaries");
-  return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), g, interrupt_check};
+  return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), ep_size, segment_bytes};
+}
+
+cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, int64_t ep_rank) {
+  const auto segment_bytes = static_cast<int64_t>(WorkspaceLayout::of(g).segment_bytes);
+  const WorkspaceRows rows = workspace_rows(workspace, g.ep_size, segment_bytes, ep_rank);
+  return {rows.base, rows.rank_stride, rows.ep_rank, g, interrupt_check};
 }
 
 void check_device(const char* name, const Tensor& tensor, const Tensor& workspace) {
@@ -86,18 +98,22 @@ void raise_copy() {
        "next dispatch: clone() what must outlive the round, before combine");
 }
 
-void check_initialised(const ControlBlock& control, const Geometry& geometry) {
+void check_initialised(const ControlBlock& control, uint64_t fingerprint) {
   if (control.magic != kWorkspaceMagic) raise_not_initialised();
-  if (control.fingerprint != geometry.fingerprint()) raise_other_geometry();
+  if (control.fingerprint != fingerprint) raise_other_geometry();
+}
+
+ControlBlock& initialised_control(const WorkspaceRows& workspace, uint64_t fingerprint) {
+  auto& control = *reinterpret_cast<ControlBlock*>(workspace.own_segment());
+  check_initialised(control, fingerprint);
+  const bool is_original = control.self_address == reinterpret_cast<uint64_t>(workspace.base);
+  if (workspace.ep_size > 1 && !is_original) raise_copy();
+  if (control.timeout.recorded != 0) raise_timed_out_earlier(control.timeout);
+  return control;
 }
 
 ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
-  auto& control = *reinterpret_cast<ControlBlock*>(workspace.segment(workspace.ep_rank));
-  check_initialised(control, workspace.geometry);
-  const bool is_original = control.self_address == reinterpret_cast<uint64_t>(workspace.base);
-  if (workspace.geometry.ep_size > 1 && !is_original) raise_copy();
-  if (control.timeout.recorded != 0) raise_timed_out_earlier(control.timeout);
-  return control;
+  return initialised_control(rows_of(workspace), workspace.geometry.fingerprint());
 }
 
 ActiveRanks active_ranks_from(const std::optional<Tensor>& mask, const Tensor& workspace,
@@ -157,13 +173,18 @@ PayloadPlacement placement_from(const Geometry& g, int64_t tokens_per_rank,
 }
 
 void check_outside_workspace(const char* name, const Tensor& tensor,
-                             const cake::WorkspaceView& workspace) {
-  const uint8_t* end = workspace.segment(workspace.geometry.ep_size - 1) +
-                       WorkspaceLayout::of(workspace.geometry).segment_bytes;
+                             const WorkspaceRows& workspace) {
+  const uint8_t* end =
+      workspace.base + (workspace.ep_size - 1) * workspace.rank_stride + workspace.segment_bytes;
   check(!overlaps(tensor, workspace.base, end), name,
         " must not lie in the workspace, which the "
         "peers write and read during the round. Received rows and the combine input buffer are "
         "valid until combine only: clone() what must outlive it.");
+}
+
+void check_outside_workspace(const char* name, const Tensor& tensor,
+                             const cake::WorkspaceView& workspace) {
+  check_outside_workspace(name, tensor, rows_of(workspace));
 }
 
 bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace) {

@@ -14,11 +14,12 @@ from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError, MoEEpInputError, MoEEpStateError, stands_for
+from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
 from moe_ep.symmetric_memory import SymmetricMemory
+from moe_ep.tensors import dense_rows, fill_with_sums
 
 
 @register_communication("cake", preference=10)
@@ -201,9 +202,9 @@ class CakeAlltoAll(MoEEpCommunication):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
-        payloads = [_dense_rows(hidden_states)]
+        payloads = [dense_rows(hidden_states)]
         if hidden_states_scale is not None:
-            payloads.append(_dense_rows(hidden_states_scale))
+            payloads.append(dense_rows(hidden_states_scale))
         stats, mask = eplb_local_stats, active_rank_mask
         with self._on_stream():
             got = received.run_dispatch(
@@ -241,32 +242,21 @@ class CakeAlltoAll(MoEEpCommunication):
         active_rank_mask: Tensor | None,
     ) -> Tensor:
         with self._on_stream():
-            rows = _dense_rows(expert_output)
+            rows = dense_rows(expert_output)
             mask = None if active_rank_mask is None else active_rank_mask.contiguous()
             where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
             if output is not None:
-                self._combine_into(output, *where, tokens_per_rank)
+
+                def combine_into(sums: Tensor) -> None:
+                    how = (self._timeout_sec, sums, self._enable_pdl, self._low_precision)
+                    torch.ops.moe_ep.cake_combine_out(*where, tokens_per_rank, *how)
+
+                fill_with_sums(output, combine_into)
                 return output
             what = (num_tokens, tokens_per_rank, self.params.hidden_size, self.params.token_dtype)
             how = (self._timeout_sec, self._enable_pdl, self._low_precision)
             combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, *how)
             return combined
-
-    def _combine_into(self, output: Tensor, *arguments: object) -> None:
-        """arguments: of cake_combine_out, up to tokens_per_rank."""
-        dense = output
-        if not output.is_contiguous():
-            dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
-        try:
-            torch.ops.moe_ep.cake_combine_out(
-                *arguments, self._timeout_sec, dense, self._enable_pdl, self._low_precision
-            )
-        except RuntimeError as exc:
-            if dense is not output and stands_for(MoEEpInputError, exc):
-                output.copy_(dense)  # the sums are right, the error is about other slots
-            raise
-        if dense is not output:
-            output.copy_(dense)
 
     def _check(self) -> None:
         with self._on_stream():
@@ -292,8 +282,3 @@ class CakeAlltoAll(MoEEpCommunication):
         finally:
             del self._workspace
             self._memory.close()
-
-
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with rows of adjacent elements; the rows themselves may lie anywhere."""
-    return tensor if tensor.shape[1] <= 1 or tensor.stride(1) == 1 else tensor.contiguous()

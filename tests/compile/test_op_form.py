@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpDispatchResult, create_communication
 from moe_ep.cake import kernels
+from tests.backends import ALL
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 
@@ -88,13 +89,13 @@ def inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compiled_equals_eager(
-    context: RankContext, pattern: str, tokens: list[int], **options: bool
+    context: RankContext, backend: str, pattern: str, tokens: list[int], **options: bool
 ) -> int:
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
     torch._dynamo.reset()
     counters.clear()
     how = {"timeout_sec": 100, **options}
-    with create_communication(context.bootstrap(), params, "cake", **how) as comm:
+    with create_communication(context.bootstrap(), params, backend, **how) as comm:
         model = PATTERNS[pattern](comm)
         compiled = torch.compile(model, fullgraph=True)
         for num_tokens in tokens:
@@ -106,19 +107,27 @@ def compiled_equals_eager(
     return graphs
 
 
+BACKENDS = [backend.name for backend in ALL if backend.communication.supports_torch_compile]
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_compiled_layers_equal_eager_ones_in_one_graph(ranks: RunOnRanks, pattern: str) -> None:
-    assert ranks(2, compiled_equals_eager, pattern=pattern, tokens=[5], seconds=110) == [1, 1]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_layers_equal_eager_ones_in_one_graph(
+    ranks: RunOnRanks, backend: str, pattern: str
+) -> None:
+    how = {"backend": backend, "pattern": pattern, "tokens": [5]}
+    assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
 
 
-def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks) -> None:
-    tokens = [5, 7, 3, 8]
-    graphs = ranks(2, compiled_equals_eager, pattern="elementwise x1", tokens=tokens, seconds=110)
-    assert graphs == [2, 2]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks, backend: str) -> None:
+    how = {"backend": backend, "pattern": "elementwise x1", "tokens": [5, 7, 3, 8]}
+    assert ranks(2, compiled_equals_eager, **how, seconds=110) == [2, 2]
 
 
 def test_a_layer_whose_rows_travel_in_low_precision_compiles(ranks: RunOnRanks) -> None:
-    how = {"pattern": "elementwise x3", "tokens": [5], "use_low_precision_combine": True}
+    how = {"backend": "cake", "pattern": "elementwise x3", "tokens": [5]}
+    how["use_low_precision_combine"] = True
     assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
 
 
@@ -134,11 +143,11 @@ def a_clone_of_the_workspace(context: RankContext) -> str:
         return "accepted"
 
 
-def compiled_without_inductor(context: RankContext) -> str:
+def compiled_without_inductor(context: RankContext, backend: str) -> str:
     """aot_eager clones what an op mutates; the clone must be readable, and be refused."""
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
     torch._dynamo.reset()
-    with create_communication(context.bootstrap(), params, "cake", timeout_sec=100) as comm:
+    with create_communication(context.bootstrap(), params, backend, timeout_sec=100) as comm:
         model = chain(comm, elementwise, 1)
         try:
             torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs(context.rank, 4))
@@ -147,8 +156,11 @@ def compiled_without_inductor(context: RankContext) -> str:
         return "accepted"
 
 
-def test_a_compiler_that_clones_the_workspace_gets_an_error(ranks: RunOnRanks) -> None:
-    for said in ranks(2, compiled_without_inductor, seconds=110):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiler_that_clones_the_workspace_gets_an_error(
+    ranks: RunOnRanks, backend: str
+) -> None:
+    for said in ranks(2, compiled_without_inductor, backend=backend, seconds=110):
         assert "this workspace tensor is a copy of the shared one" in said, said
 
 

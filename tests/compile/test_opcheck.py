@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import moe_ep.ops  # noqa: F401  (loads the ops)
-from moe_ep._native import Geometry
+from moe_ep._native import FifoGeometry, Geometry
 from moe_ep.cake import CakeAlltoAll
 
 TOKENS, TOP_K, HIDDEN, CAPACITY, STATS = 3, 2, 40, 4, 5
@@ -38,6 +38,42 @@ def workspace() -> Tensor:
     memory = torch.zeros(1, GEOMETRY.segment_bytes, dtype=torch.uint8)
     OPS.cake_initialize(memory, FIELDS, 0)
     return memory
+
+
+FIFOS = FifoGeometry(
+    ep_size=1,
+    num_experts=6,
+    top_k=TOP_K,
+    max_tokens_per_rank=CAPACITY,
+    num_slots=2,
+    slot_bytes=64,
+)
+
+
+def fifos() -> Tensor:
+    memory = torch.zeros(1, FIFOS.segment_bytes, dtype=torch.uint8)
+    OPS.two_sided_initialize(memory, FIFOS.fields(), 0)
+    return memory
+
+
+def prepare_arguments(memory: Tensor) -> tuple[Any, ...]:
+    ids = torch.tensor([[0, 5], [-1, 2], [-1, -1]])
+    return memory, ids, FIFOS.fields(), 0, -1, CAPACITY, [2 * HIDDEN], False, 1
+
+
+def alltoallv_arguments() -> tuple[Any, ...]:
+    memory = fifos()
+    _, send_tokens, _, _ = OPS.two_sided_prepare(*prepare_arguments(memory))
+    rows = torch.randn(TOKENS, HIDDEN).bfloat16()
+    received = torch.zeros(CAPACITY, HIDDEN).bfloat16()
+    return memory, [rows], send_tokens, FIFOS.fields(), 0, 1, [received]
+
+
+def sums_arguments() -> tuple[Any, ...]:
+    arguments = alltoallv_arguments()
+    OPS.two_sided_alltoallv(*arguments)
+    memory, _, send_tokens, *_, (received,) = arguments
+    return memory, received, send_tokens, FIFOS.fields(), 0
 
 
 def dispatch_arguments(memory: Tensor) -> tuple[Any, ...]:
@@ -83,6 +119,16 @@ CASES = {
     "cake_combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0, True, True),
     "cake_check": lambda: (dispatched(), FIELDS, 0),
     "cake_forget": lambda: (workspace(), FIELDS, 0),
+    "two_sided_initialize": lambda: (fifos(), FIFOS.fields(), 0),
+    "two_sided_prepare": lambda: prepare_arguments(fifos()),
+    "two_sided_alltoallv": alltoallv_arguments,
+    "two_sided_combine": lambda: (*sums_arguments(), TOKENS, 1),
+    "two_sided_combine_out": lambda: (
+        *sums_arguments(),
+        1,
+        torch.empty(TOKENS, HIDDEN).bfloat16(),
+    ),
+    "two_sided_check": lambda: (fifos(), FIFOS.fields(), 0),
     "sanitize_expert_ids": lambda: (
         torch.zeros(2, 3, 2, dtype=torch.int32),
         torch.tensor([1, 3], dtype=torch.int32),
@@ -98,8 +144,12 @@ def test_every_op_has_a_case() -> None:
     assert names - {"set_interrupt_check"} == set(CASES)  # which no graph contains
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", CASES)
+ON_DEVICES = [
+    (op, device) for op in CASES for device in DEVICES if device == "cpu" or "two_sided" not in op
+]
+
+
+@pytest.mark.parametrize(("op", "device"), ON_DEVICES)
 def test_opcheck(op: str, device: str) -> None:
     with torch.device(device):
         arguments = CASES[op]()

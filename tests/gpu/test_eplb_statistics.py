@@ -35,7 +35,7 @@ def step(params: MoEEpCommParams, size: int, seed: int, most: int, with_stats: b
     return replace(one, eplb_local_stats=stats_of(size, seed)) if with_stats else one
 
 
-@on_each(devices=USUAL)
+@on_each(having="statistics", devices=USUAL)
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("max_tokens", [1, 8, 40])
 def test_steps_without_a_token_bring_statistics_between_steps_of_any_size(

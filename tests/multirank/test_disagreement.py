@@ -62,7 +62,6 @@ DISAGREEMENTS = {
     "dtype": (torch.float16, torch.float32),
     "invalid_expert_id": (-1, 1000),
     "dispatch_format": (None, QuantFormat.MXFP8),
-    "eplb_stats_num_experts": (0, 4),
 }
 
 
@@ -73,7 +72,22 @@ DISAGREEMENTS = {
 def test_ranks_that_construct_differently_all_get_every_ranks_values(
     ranks: RunOnRanks, backend: Backend, device: str, name: str, odd_one: int
 ) -> None:
-    usual, odd = DISAGREEMENTS[name]
+    expect_all_see_the_odd_one(ranks, backend, device, name, odd_one, *DISAGREEMENTS[name])
+
+
+@on_each(having="statistics")
+@pytest.mark.parametrize("odd_one", [0, 2])
+@few_on_gpus(odd_one=[2])
+def test_ranks_that_expect_different_statistics_all_get_every_ranks_values(
+    ranks: RunOnRanks, backend: Backend, device: str, odd_one: int
+) -> None:
+    name = "eplb_stats_num_experts"
+    expect_all_see_the_odd_one(ranks, backend, device, name, odd_one, 0, 4)
+
+
+def expect_all_see_the_odd_one(
+    ranks: RunOnRanks, backend: Backend, device: str, name: str, odd_one: int, usual: Any, odd: Any
+) -> None:
     options = [{name: odd if rank == odd_one else usual} for rank in range(3)]
     one = random_round(PARAMS, (3, 0, 2), seed=6)
     results = ranks(
@@ -183,7 +197,7 @@ def test_weights_on_some_ranks_only_are_refused_on_all(
     expect_disagreement(ranks, backend, device, arguments, ["topk_weights"])
 
 
-@every_backend
+@on_each(having="statistics")
 def test_statistics_on_some_ranks_only_are_refused_on_all(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

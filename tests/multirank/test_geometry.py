@@ -44,8 +44,13 @@ def test_any_number_of_ranks_with_any_numbers_of_tokens(
 
 
 @st.composite
-def geometries(draw: st.DrawFn, max_size: int) -> tuple[int, MoEEpCommParams, list[Round]]:
-    """Return the number of ranks, params, and a few rounds of different kinds."""
+def geometries(
+    draw: st.DrawFn, max_size: int, *, statistics: bool
+) -> tuple[int, MoEEpCommParams, list[Round]]:
+    """Return the number of ranks, params, and a few rounds of different kinds.
+
+    statistics: whether some of them may gather statistics.
+    """
     size = draw(st.integers(1, max_size))
     num_experts = draw(st.integers(1, 70))
     params = MoEEpCommParams(
@@ -57,11 +62,11 @@ def geometries(draw: st.DrawFn, max_size: int) -> tuple[int, MoEEpCommParams, li
         dispatch_format=draw(st.sampled_from([None, None, *QuantFormat])),
         invalid_expert_id=draw(st.sampled_from([-1, -5, num_experts, 2**31 - 1, -(2**31)])),
     )
-    return size, params, [draw(rounds_of(params, size)) for _ in range(3)]
+    return size, params, [draw(rounds_of(params, size, statistics=statistics)) for _ in range(3)]
 
 
 @st.composite
-def rounds_of(draw: st.DrawFn, params: MoEEpCommParams, size: int) -> Round:
+def rounds_of(draw: st.DrawFn, params: MoEEpCommParams, size: int, *, statistics: bool) -> Round:
     limit = draw(st.one_of(st.none(), st.integers(1, params.max_tokens_per_rank)))
     most = params.max_tokens_per_rank if limit is None else limit
     seed = draw(st.integers(0, 2**31))
@@ -75,14 +80,11 @@ def rounds_of(draw: st.DrawFn, params: MoEEpCommParams, size: int) -> Round:
         padding=draw(st.sampled_from([0.0, 0.2, 1.0])),
         local_share=draw(st.sampled_from([0.0, 0.7])),
     )
-    if draw(st.booleans()):
+    if statistics and draw(st.booleans()):
         generator = torch.Generator().manual_seed(seed)
         stats = torch.randint(0, 2**31, (size, 1), generator=generator)
         one = replace(one, eplb_local_stats=list(stats.to(torch.int32)))
     return one
-
-
-OPTIONS = {"eplb_stats_num_experts": 1}
 
 
 def examples(number: int) -> settings:
@@ -114,9 +116,12 @@ def test_any_geometry_is_exact_on_gpus(
 def play_any_geometry(
     ranks: RunOnRanks, backend: Backend, device: str, data: st.DataObject
 ) -> None:
-    size, params, rounds = data.draw(geometries(max_size=ranks.max_size_on(device)))
+    size, params, rounds = data.draw(
+        geometries(max_size=ranks.max_size_on(device), statistics=backend.statistics)
+    )
     low_precision = backend.low_precision and data.draw(st.booleans())
     zero_copy = backend.zero_copy and not low_precision
+    statistics = {"eplb_stats_num_experts": 1} if backend.statistics else {}
     precision = {"use_low_precision_combine": True} if low_precision else {}
     how: dict[str, Any] = {
         "combine_input": data.draw(
@@ -131,7 +136,7 @@ def play_any_geometry(
         backend=backend.name,
         params=params,
         rounds=rounds,
-        options={**OPTIONS, **precision},
+        options={**statistics, **precision},
         **how,
     )
     check_all(params, rounds, played, low_precision=low_precision)

@@ -146,7 +146,7 @@ def test_a_backend_without_a_combine_input_returns_none(
         assert answer[0] is None
 
 
-@every_backend
+@on_each(having="statistics")
 @pytest.mark.parametrize("num_stats", [1, 4, 10])
 @few_on_gpus(num_stats=[1, 10])
 def test_statistics_of_all_ranks_are_gathered_with_the_dispatch(

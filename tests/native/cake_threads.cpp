@@ -123,7 +123,7 @@ class Rank {
     d.out_headers = headers.data();
     if (number % 8 == 7 && g.ep_size > 1) {
       d.has_weights = me == 0;
-      if (cake::dispatch(d, on_two_threads) != cake::Outcome::kDisagreement) {
+      if (cake::dispatch(d, on_two_threads) != Outcome::kDisagreement) {
         return complain("agreement", number, 0, 0);
       }
       for (int32_t rank = 0; rank < g.ep_size; ++rank) {
@@ -133,7 +133,7 @@ class Rank {
       }
       return true;
     }
-    if (cake::dispatch(d, on_two_threads) != cake::Outcome::kDone) {
+    if (cake::dispatch(d, on_two_threads) != Outcome::kDone) {
       return complain("dispatch", number, 0, 0);
     }
 
@@ -178,12 +178,12 @@ class Rank {
     c.num_tokens = n;
     c.tokens_per_rank = kCapacity;
     c.hidden_size = kHidden;
-    c.row_type = cake::RowType::kFloat32;
+    c.row_type = RowType::kFloat32;
     c.expert_output = reinterpret_cast<const uint8_t*>(expert_output.data());
     c.expert_output_stride = kHidden * 4;
     c.timeout_sec = 60;
     c.output = reinterpret_cast<uint8_t*>(output.data());
-    if (cake::combine(c, on_two_threads) != cake::Outcome::kDone) {
+    if (cake::combine(c, on_two_threads) != Outcome::kDone) {
       return complain("combine", number, 0, 0);
     }
     for (int32_t t = 0; t < n; ++t) {

@@ -1,6 +1,6 @@
 // Does RowCopy copy exactly the bytes it is told to, through the caches and around them? Every size
 // and alignment around its vectors, with guard bytes on both sides.
-#include "cake/copy_row.h"
+#include "transport/copy_row.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-using moe_ep::cake::RowCopy;
+using moe_ep::RowCopy;
 
 int main() {
   constexpr int64_t kGuard = 128;

@@ -1,7 +1,7 @@
-// Is the vectorised sum of cake the plain sum, rounded by core/float_formats.h? All row types,
+// Is the vectorised sum the plain sum, rounded by core/float_formats.h? All row types,
 // sizes around the vector width, random bit patterns (NaN, infinities and subnormals among them),
 // and every code of the 16-bit formats alone.
-#include "cake/reduce_rows.h"
+#include "transport/reduce_rows.h"
 
 #include <cstdint>
 #include <cstdio>
@@ -12,7 +12,6 @@
 #include "core/float_formats.h"
 
 using namespace moe_ep;
-using namespace moe_ep::cake;
 
 namespace {
 

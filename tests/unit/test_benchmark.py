@@ -55,14 +55,16 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
 @pytest.mark.multirank
 def test_every_backend_and_memcpy_are_timed_in_one_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = run_benchmark(*TINY, "--routing", "balanced", "--iterations", "5", "--json", str(out))
+    backends = ["cake", "nvlink_two_sided", "torch_dist"]
+    how = ["--routing", "balanced", "--iterations", "5", "--backends", ",".join(backends)]
+    result = run_benchmark(*TINY, *how, "--json", str(out))
     assert result.returncode == 0, result.stderr
     document: dict[str, Any] = json.loads(out.read_text())
     assert document["machine"]["torch"] == torch.__version__
     (case,) = document["cases"]
     # 2 ranks x 3 tokens, each read once and, balanced, written to both ranks: rows of 80 bytes.
     assert case["physical_bytes"] == {"dispatch": 6 * 3 * 80, "combine": 6 * 3 * 80}
-    assert [record["backend"] for record in case["figures"]] == ["cake", "torch_dist", "memcpy"]
+    assert [record["backend"] for record in case["figures"]] == [*backends, "memcpy"]
     for record in case["figures"]:
         assert record["rounds"] >= 5
         assert 0 < record["round_us"]["median"] <= record["round_us"]["p99"]
@@ -72,7 +74,7 @@ def test_every_backend_and_memcpy_are_timed_in_one_run(tmp_path: Path) -> None:
 def test_an_unknown_backend_is_refused_with_the_names_there_are() -> None:
     result = run_benchmark("--backends", "cake,pigeon")
     assert result.returncode == 2
-    assert "pigeon unknown; there are cake,torch_dist" in result.stderr
+    assert "pigeon unknown; there are cake,nvlink_two_sided,torch_dist" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")

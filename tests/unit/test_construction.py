@@ -9,7 +9,14 @@ import threading
 import pytest
 
 import moe_ep
-from moe_ep import BootstrapConfig, CakeAlltoAll, MoEEpCommParams, TorchDistAlltoAll, construction
+from moe_ep import (
+    BootstrapConfig,
+    CakeAlltoAll,
+    MoEEpCommParams,
+    NVLinkTwoSidedAlltoAll,
+    TorchDistAlltoAll,
+    construction,
+)
 from moe_ep.construction import HostIdentity
 from tests.unit.test_collectives import ThreadComm
 
@@ -58,10 +65,22 @@ def expect_on_all(raised, error, *parts):
 
 @pytest.mark.parametrize("backend", ["cake", "torch_dist"])
 @pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"eplb_stats_num_experts": 5}, "eplb_stats_num_experts must be"),
+        ({"eplb_stats_num_experts": -1}, "0..2147483647, got -1"),
+    ],
+)
+def test_wrong_statistics_on_one_rank_raise_on_all(backend, wrong, reason):
+    raised = create_on_threads({"backend": backend}, {"backend": backend, **wrong})
+    what = "creating the communication failed: rank 0: fine; rank 1: "
+    expect_on_all(raised, moe_ep.MoEEpConfigError, what, reason)
+
+
+@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize(
     ("wrong", "error", "reason"),
     [
-        ({"eplb_stats_num_experts": 5}, moe_ep.MoEEpConfigError, "eplb_stats_num_experts must be"),
-        ({"eplb_stats_num_experts": -1}, moe_ep.MoEEpConfigError, "0..2147483647, got -1"),
         ({"timeout_sec": 0}, moe_ep.MoEEpConfigError, "timeout_sec must be 1..86400, got 0"),
         ({"timeout_sec": "3"}, TypeError, "timeout_sec must be an int"),
         ({"speed": 3}, TypeError, "has no option speed"),
@@ -124,7 +143,7 @@ def test_a_backend_that_cannot_tell_whether_it_runs_is_one_that_does_not(backend
         if threading.current_thread().name == "rank 1":
             raise OSError("no driver")
 
-    for cls in (CakeAlltoAll, TorchDistAlltoAll):
+    for cls in (CakeAlltoAll, NVLinkTwoSidedAlltoAll, TorchDistAlltoAll):
         monkeypatch.setattr(cls, "unsupported_reason", classmethod(reason))
     raised = create_on_threads({"backend": backend}, {"backend": backend})
     expect_on_all(raised, moe_ep.MoEEpPlatformError, "rank 0: fine; rank 1: OSError: no driver")

@@ -38,8 +38,12 @@ def own_registry(monkeypatch):
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
 
 
-def test_both_backends_are_registered_and_cake_is_preferred():
-    assert moe_ep.available_communication_backends() == ("cake", "torch_dist")
+def test_all_backends_are_registered_and_cake_is_preferred():
+    assert moe_ep.available_communication_backends() == (
+        "cake",
+        "nvlink_two_sided",
+        "torch_dist",
+    )
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", TorchDistConfig(timeout_sec=7)])
@@ -51,7 +55,8 @@ def test_a_name_or_a_config_creates_the_communication(backend):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(KeyError, match=r"nvlink.*registered are: cake, torch_dist"):
+    names = "cake, nvlink_two_sided, torch_dist"
+    with pytest.raises(KeyError, match=rf"nvlink.*registered are: {names}"):
         moe_ep.create_communication(ALONE, PARAMS, "nvlink")
 
 
@@ -64,7 +69,7 @@ def test_an_unknown_option_lists_the_known_ones():
 def test_an_option_that_no_backend_has_is_the_callers_fault_with_auto_too(options):
     with pytest.raises(TypeError, match="no option lamport; it has: ") as raised:
         moe_ep.create_communication(ALONE, PARAMS, "auto", **options)
-    for config in (moe_ep.CakeAlltoAllConfig, TorchDistConfig):
+    for config in (moe_ep.CakeAlltoAllConfig, moe_ep.NVLinkTwoSidedConfig, TorchDistConfig):
         with pytest.raises(TypeError) as named:
             moe_ep.create_communication(ALONE, PARAMS, config.backend_name, **options)
         assert str(named.value) in str(raised.value)
@@ -131,7 +136,12 @@ def test_a_third_party_can_register_a_backend(own_registry):
     assert moe_ep.register_communication("ours")(OurCommunication) is OurCommunication
     made = moe_ep.create_communication(ALONE, PARAMS, "ours", speed=2)
     assert (type(made), made.backend_name, made.config.speed) == (OurCommunication, "ours", 2)
-    assert moe_ep.available_communication_backends() == ("cake", "ours", "torch_dist")
+    assert moe_ep.available_communication_backends() == (
+        "cake",
+        "nvlink_two_sided",
+        "ours",
+        "torch_dist",
+    )
 
 
 def test_registering_again_is_legal_and_taking_a_name_is_not(own_registry):
@@ -173,7 +183,7 @@ def test_auto_skips_a_backend_that_cannot_run_and_says_why_if_none_can(empty_reg
     assert not OurCommunication.is_platform_supported()
 
 
-@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
 def test_the_estimate_is_what_the_object_holds(backend):
     with moe_ep.create_communication(ALONE, PARAMS, backend) as made:
         estimate = moe_ep.estimate_workspace_bytes(PARAMS, 1, made.config)

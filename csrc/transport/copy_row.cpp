@@ -1,8 +1,8 @@
-#include "cake/copy_row.h"
+#include "transport/copy_row.h"
 
 #include <fstream>
 
-namespace moe_ep::cake {
+namespace moe_ep {
 namespace {
 
 // Not sysconf(_SC_LEVEL3_CACHE_SIZE): in a virtual machine it was seen to give ten times the size.
@@ -24,4 +24,4 @@ int64_t cache_bytes() {
   return bytes;
 }
 
-}  // namespace moe_ep::cake
+}  // namespace moe_ep

@@ -20,7 +20,7 @@
 #define MOE_EP_SIMD_CLONES
 #endif
 
-namespace moe_ep::cake {
+namespace moe_ep {
 
 // Compiler vectors, because a plain loop over an array of accumulators was 2 to 5 times slower (GCC
 // keeps the array in memory). No intrinsics: the same lines are right on every architecture.
@@ -95,4 +95,4 @@ struct Float16Rows {
   }
 };
 
-}  // namespace moe_ep::cake
+}  // namespace moe_ep

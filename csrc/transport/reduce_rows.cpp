@@ -1,11 +1,13 @@
-#include "cake/reduce_rows.h"
+#include "transport/reduce_rows.h"
 
+#include <algorithm>
 #include <cstring>
 
-#include "cake/row_vectors.h"
+#include "core/limits.h"
 #include "core/quantize_row.h"
+#include "transport/row_vectors.h"
 
-namespace moe_ep::cake {
+namespace moe_ep {
 namespace {
 
 // Four vectors at a time hide the latency of the additions.
@@ -119,8 +121,22 @@ void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t 
   }
 }
 
+void poison_sums(int64_t elements, RowType type, uint8_t* out) {
+  switch (type) {
+    case RowType::kFloat32:
+      std::fill_n(reinterpret_cast<uint32_t*>(out), elements, kFloat32Nan);
+      break;
+    case RowType::kFloat16:
+      std::fill_n(reinterpret_cast<uint16_t*>(out), elements, kFloat16Nan);
+      break;
+    case RowType::kBFloat16:
+      std::fill_n(reinterpret_cast<uint16_t*>(out), elements, kBFloat16Nan);
+      break;
+  }
+}
+
 MOE_EP_SIMD_CLONES void quantize_sum(const QuantizedRows& out, int64_t token, const float* sum) {
   quantize_row(out, token, sum);
 }
 
-}  // namespace moe_ep::cake
+}  // namespace moe_ep

@@ -14,7 +14,7 @@
 #include <emmintrin.h>
 #endif
 
-namespace moe_ep::cake {
+namespace moe_ep {
 
 // Of the last-level cache of this machine's processors; where it cannot be read, far more than any.
 int64_t cache_bytes();
@@ -60,4 +60,4 @@ class RowCopy {
   bool streams_;
 };
 
-}  // namespace moe_ep::cake
+}  // namespace moe_ep

@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
-#include "cake/params.h"
+#include "core/quant_formats.h"
+#include "core/rows.h"
 
-namespace moe_ep::cake {
-
-inline int64_t row_type_bytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+namespace moe_ep {
 
 // rows: `num_rows` pointers to [hidden_size] elements of `type`; out: the same. num_rows may be 0.
 void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size, RowType type,
@@ -18,8 +17,11 @@ void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_si
 void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size,
                           RowType type, float* out);
 
+// NaN in place of `elements` sums that were not formed, so that none looks like one.
+void poison_sums(int64_t elements, RowType type, uint8_t* out);
+
 // Rounds a sum to a block-scaled format: core/quantize_row.h, compiled for this machine's vectors
 // (1.3 to 2.3 times faster than for the baseline).
 void quantize_sum(const QuantizedRows& out, int64_t token, const float* sum);
 
-}  // namespace moe_ep::cake
+}  // namespace moe_ep

@@ -1,0 +1,127 @@
+// How the ranks of a CPU group meet twice a round, and find out whether they called with the same
+// arguments.
+//
+// Each rank has a header for every source and a flag for every owner in its segment, one writer
+// each. Headers are written in dispatch, flags in combine, and read after the wait for those of all
+// peers. So the flags of a round are behind the reading of its headers, and the headers of the next
+// round behind the reading of its flags: nothing is overwritten that somebody still reads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/workspace_layout.h"
+#include "transport/wait_for_peers.h"
+
+namespace moe_ep {
+
+inline bool same_round(const RoundHeader& a, const RoundHeader& b) {
+  return a.tokens_per_rank == b.tokens_per_rank && a.has_weights == b.has_weights &&
+         a.has_stats == b.has_stats && a.num_payloads == b.num_payloads &&
+         std::equal(a.row_bytes, a.row_bytes + kMaxPayloads, b.row_bytes);
+}
+
+inline bool same_rows(const CombineFlag& a, const CombineFlag& b) {
+  return a.row_type == b.row_type && a.hidden_size == b.hidden_size &&
+         a.low_precision == b.low_precision;
+}
+
+// `SegmentOf(rank)` gives a segment with control(), round_header(source) and combine_flag(owner).
+template <typename SegmentOf>
+class Agreement {
+ public:
+  Agreement(const PeerWait& how, int32_t ep_rank, SegmentOf segment_of)
+      : how_(how), ep_rank_(ep_rank), segment_of_(segment_of), control_(own().control()) {}
+
+  // Publishes, with the header, all that this rank has written into the segments of its peers.
+  // rows_to: [ep_size], rows for each rank; the other fields that matter are those of same_round.
+  void publish(const RoundHeader& round, const int32_t* rows_to) const {
+    for_each_peer([&](int32_t peer) {
+      const auto segment = segment_of_(peer);
+      RoundHeader& header = segment.round_header(ep_rank_);
+      header.num_rows = rows_to[peer];
+      header.tokens_per_rank = round.tokens_per_rank;
+      header.has_weights = round.has_weights;
+      header.has_stats = round.has_stats;
+      header.num_payloads = round.num_payloads;
+      std::copy_n(round.row_bytes, kMaxPayloads, header.row_bytes);
+      signal(&header.dispatched, control_.epoch, &segment.control().sleepers);
+    });
+  }
+
+  // Waits for the headers of all peers. out_headers: [ep_size], filled where the ranks disagree;
+  // then the round is closed on all of them.
+  Outcome meet_in_dispatch(RoundHeader* out_headers) const {
+    const Deadline deadline = deadline_in(how_.timeout_sec);
+    const auto segment = own();
+    const Outcome met = wait_for_peers(how_, control_, deadline, [&](int32_t peer) {
+      return &segment.round_header(peer).dispatched;
+    });
+    if (met != Outcome::kDone || headers_agree()) return met;
+    return close_round(out_headers, deadline);
+  }
+
+  // Publishes, with the flag, all that this rank has written for its peers, and waits for theirs.
+  Outcome meet_in_combine(const CombineFlag& rows) const {
+    for_each_peer([&](int32_t peer) {
+      const auto segment = segment_of_(peer);
+      CombineFlag& flag = segment.combine_flag(ep_rank_);
+      flag.row_type = rows.row_type;
+      flag.low_precision = rows.low_precision;
+      flag.hidden_size = rows.hidden_size;
+      signal(&flag.ready, control_.epoch, &segment.control().sleepers);
+    });
+    const Outcome met = wait_for_flags(deadline_in(how_.timeout_sec));
+    if (met != Outcome::kDone) return met;
+    bool agree = true;
+    for_each_peer(
+        [&](int32_t peer) { agree = agree && same_rows(own().combine_flag(peer), rows); });
+    return agree ? Outcome::kDone : Outcome::kDisagreement;
+  }
+
+ private:
+  auto own() const { return segment_of_(ep_rank_); }
+
+  // This rank among them.
+  template <typename Visit>
+  void for_each_peer(Visit visit) const {
+    for (int32_t peer = 0; peer < how_.ep_size; ++peer) {
+      if (how_.active.contains(peer)) visit(peer);
+    }
+  }
+
+  bool headers_agree() const {
+    const auto segment = own();
+    bool agree = true;
+    for_each_peer([&](int32_t peer) {
+      agree = agree && same_round(segment.round_header(peer), segment.round_header(ep_rank_));
+    });
+    return agree;
+  }
+
+  Outcome wait_for_flags(Deadline deadline) const {
+    const auto segment = own();
+    return wait_for_peers(how_, control_, deadline,
+                          [&](int32_t peer) { return &segment.combine_flag(peer).ready; });
+  }
+
+  // All ranks see the same headers, so all come here together. They meet once more, so that none
+  // starts the next round, and writes new headers, while another still reads those of this one.
+  Outcome close_round(RoundHeader* out_headers, Deadline deadline) const {
+    control_.phase = Phase::kIdle;
+    for_each_peer([&](int32_t peer) { out_headers[peer] = own().round_header(peer); });
+    for_each_peer([&](int32_t peer) {
+      const auto segment = segment_of_(peer);
+      signal(&segment.combine_flag(ep_rank_).ready, control_.epoch, &segment.control().sleepers);
+    });
+    const Outcome met = wait_for_flags(deadline);
+    return met == Outcome::kDone ? Outcome::kDisagreement : met;
+  }
+
+  PeerWait how_;
+  int32_t ep_rank_;
+  SegmentOf segment_of_;
+  ControlBlock& control_;
+};
+
+}  // namespace moe_ep

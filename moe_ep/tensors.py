@@ -1,0 +1,34 @@
+"""How do backends take tensors that lie in memory in any way?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_ep.errors import MoEEpInputError, stands_for
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor with rows of adjacent elements; the rows themselves may lie anywhere."""
+    return tensor if tensor.shape[1] <= 1 or tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def fill_with_sums(output: Tensor, combine_into: Callable[[Tensor], None]) -> None:
+    """Have `combine_into` write the sums to `output`, by way of a contiguous tensor where it is
+    not.
+
+    combine_into: an op; where it raises MoEEpInputError, the sums are there.
+    """
+    if output.is_contiguous():
+        combine_into(output)
+        return
+    dense = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+    try:
+        combine_into(dense)
+    except RuntimeError as exc:
+        if stands_for(MoEEpInputError, exc):
+            output.copy_(dense)  # the sums are right, the error is about other slots
+        raise
+    output.copy_(dense)

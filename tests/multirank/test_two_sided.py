@@ -1,0 +1,73 @@
+"""Do the FIFOs of nvlink_two_sided hold where the contract's tests do not look?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from moe_ep import MoEEpCommParams, MoEEpTimeoutError, NVLinkTwoSidedConfig
+from moe_ep.nvlink_two_sided.communication import geometry_of
+from tests.conftest import RunOnRanks
+from tests.ranks import RankContext
+from tests.rounds import check_all, create, play, random_round
+
+pytestmark = pytest.mark.multirank
+BACKEND = NVLinkTwoSidedConfig.backend_name
+
+
+def test_steps_much_larger_than_a_fifo_are_exact(ranks: RunOnRanks) -> None:
+    params = MoEEpCommParams(8, 4, 600, 2048)
+    geometry = geometry_of(params, 4)
+    assert 300 * params.dispatch_bytes_per_token > geometry.num_slots * geometry.slot_bytes
+    rounds = [
+        random_round(params, n, seed, padding=0)
+        for seed, n in enumerate([(600, 599, 0, 600), (600, 600, 600, 600)])
+    ]
+    played = ranks(4, play, backend=BACKEND, params=params, rounds=rounds, seconds=60)
+    check_all(params, rounds, played)
+
+
+def test_fifos_of_a_rank_have_a_limit_together() -> None:
+    params = MoEEpCommParams(256, 8, 8192, 7168)
+    sizes = [geometry_of(params, ep_size).segment_bytes for ep_size in (1, 2, 8, 9, 64, 256)]
+    assert all(size < 9 * 2**20 for size in sizes), sizes
+
+
+def lose_a_peer(context: RankContext, budget: int, victim: int, after: float) -> object:
+    """Body: play large rounds until a peer has died, at whatever place that is."""
+    params = MoEEpCommParams(8, 4, 700, 4096)
+    one = random_round(params, [700] * context.size, seed=1, padding=0)
+    rows, ids = one.hidden_states[context.rank], one.topk_ids[context.rank]
+    communication = create(context, params, BACKEND, timeout_sec=budget)
+    partial = torch.zeros(context.size * 700, 4096, dtype=torch.bfloat16)
+    if context.rank == victim:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    last_return = time.monotonic()
+    try:
+        while True:
+            communication.dispatch(rows, ids)
+            last_return = time.monotonic()
+            communication.combine(partial)
+            last_return = time.monotonic()
+    except MoEEpTimeoutError as raised:
+        return str(raised), time.monotonic() - last_return
+
+
+@pytest.mark.parametrize("seconds", [0.31, 0.402, 0.525])
+def test_a_peer_that_dies_at_any_place_is_named_in_time(ranks: RunOnRanks, seconds: float) -> None:
+    budget = 2
+    outcomes = ranks(3, lose_a_peer, dedicated=True, budget=budget, victim=1, after=seconds)
+    survivors = [outcomes[rank] for rank in (0, 2)]
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for outcome in survivors:
+        assert outcome.error is None, outcome.error
+        assert outcome.exit_code == 0
+        assert outcome.value[1] <= budget + 2
+    # One survivor may have been told that the round goes on, and then wait for the other one, who
+    # was not: it names that one.
+    assert any("for rank 1" in outcome.value[0] for outcome in survivors)

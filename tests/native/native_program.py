@@ -1,0 +1,43 @@
+"""How is a program of tests/native built from the sources it tests?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(program: Path, sources: Sequence[Path], flags: Sequence[str], csrc: Path) -> None:
+    """Compile and link the sources with the headers of `csrc`.
+
+    Skips the test where the compiler has no runtime for a sanitizer.
+    """
+    compiler = os.environ.get("CXX", "c++").split()
+    flags = ["-std=c++20", *flags, "-Wno-psabi", "-pthread", f"-I{csrc}"]
+    command = [*compiler, *flags, *map(str, sources), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in built.stderr and "san" in built.stderr:
+        pytest.skip(f"this compiler has no runtime for {flags}")
+    assert built.returncode == 0, built.stderr
+
+
+def build_threads(transport: str, csrc: Path, program: Path, sanitizer: str) -> None:
+    """Build `<transport>_threads.cpp` under a sanitizer."""
+    sources = [ROOT / f"tests/native/{transport}_threads.cpp"]
+    for folder in (transport, "transport"):
+        sources += sorted((csrc / folder).glob("*.cpp"))
+    build(program, sources, ["-O1", "-g", f"-fsanitize={sanitizer}"], csrc)
+
+
+def run(program: Path, ranks: int, rounds: int, first: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run it with so many ranks and rounds.
+
+    first: where the numbers that wrap at 2**32 begin.
+    """
+    arguments = map(str, (ranks, rounds, first))
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=100)
