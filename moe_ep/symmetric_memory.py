@@ -7,6 +7,7 @@ all ranks go on or all let go of everything and raise.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -123,6 +124,15 @@ class SymmetricMemory:
         self._open_memory("restore")
         self._join(comm)
 
+    def break_off(self) -> None:
+        """Release for good, where some ranks have gone another way; only close is left. Raises
+        nothing."""
+        if self._memory is not None:
+            with contextlib.suppress(
+                RuntimeError, OSError
+            ):  # the driver's; it is broken all the same
+                self._memory.break_off()
+
     def close(self) -> None:
         """Let go of the memory. Idempotent.
 
@@ -146,7 +156,7 @@ class SymmetricMemory:
         try:
             self._share(comm, probes, forms_to_try(probes))
         except BaseException:
-            self._open_memory("restore").break_off()
+            self.break_off()
             raise
 
     def _share(

@@ -1,0 +1,102 @@
+"""Which communications share a workspace? Those of one process, group and layout.
+
+All ranks of a group must come to the same answer: they tell each other what they have found.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.collectives import CommBackend, agree, by_rank, group_behind
+from moe_ep.errors import MoEEpStateError
+from moe_ep.workspaces import BROKEN, RELEASED, Workspace
+
+# A process group is torch's, a comm_backend the user's: neither can hold something of ours. So the
+# workspaces of a group are found here, for as long as a communication holds them.
+_WORKSPACES: WeakValueDictionary[tuple[Hashable, ...], Workspace] = WeakValueDictionary()
+
+
+def group_of(bootstrap: BootstrapConfig, comm_backend: object, comm: CommBackend) -> object:
+    """Return what names the group of a communication; None: this process alone.
+
+    comm_backend: of its config; comm: what it agrees over.
+    """
+    if comm_backend is None and bootstrap.process_group is not None:
+        return bootstrap.process_group
+    if comm_backend is None and bootstrap.world_size == 1:
+        return None
+    return group_behind(comm)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank has to share. name: "" where it has nothing. proposal: for a new one."""
+
+    name: str
+    state: str
+    proposal: str
+
+
+def join(
+    comm: CommBackend, group: object, layout: Hashable, make: Callable[[], Workspace]
+) -> Workspace:
+    """Return the workspace that the group has for this layout, a new one where it has none.
+    Collective; all ranks come to the same, or raise.
+
+    group: see `group_of`. layout: all that must be equal for communications to take turns.
+    make: returns a workspace of mapped memory; collective.
+    """
+    found = _WORKSPACES.get(_key(comm, group, layout))
+    if found is not None and found.state == BROKEN:
+        found = None
+    mine = _Found(
+        name="" if found is None else found.name,
+        state="none" if found is None else found.state,
+        proposal=secrets.token_hex(8),
+    )
+    answers = agree(comm, mine, what="looking for a workspace to share")
+    if len({answer.name for answer in answers}) > 1:
+        table = by_rank({rank: answer.name or "none" for rank, answer in enumerate(answers)})
+        raise MoEEpStateError(
+            "communications of one group and layout share a workspace, but the ranks do not find "
+            f"the same one: {table}. Call destroy on those that are no longer used, or are broken, "
+            "on all ranks before the next one is created."
+        )
+    if any(answer.state == RELEASED for answer in answers):
+        raise MoEEpStateError(
+            "the workspace that this communication would share is released: call "
+            "checkpoint_restore on a communication that has it first."
+        )
+    if found is not None:
+        return found
+    made = make()
+    try:
+        made.initialize(comm)
+    except BaseException:
+        made.close()
+        raise
+    made.name, made.layout = answers[0].proposal, layout
+    made.group = group  # held, so that no other object gets its id
+    _WORKSPACES[_key(comm, group, layout)] = made
+    return made
+
+
+def move(workspace: Workspace, group: object) -> None:
+    """Let a workspace that is restored over another group be found by that one."""
+    if not workspace.name or group is workspace.group:
+        return
+    old = _key(workspace.comm, workspace.group, workspace.layout)
+    if _WORKSPACES.get(old) is workspace:
+        del _WORKSPACES[old]
+    workspace.group = group
+    _WORKSPACES.setdefault(_key(workspace.comm, group, workspace.layout), workspace)
+
+
+def _key(comm: CommBackend, group: object, layout: Hashable) -> tuple[Hashable, ...]:
+    # The process: a forked child has its parent's entries, and no part in their rounds.
+    return os.getpid(), id(group), comm.get_rank(), layout
