@@ -294,12 +294,13 @@ class MoEEpCommunication(abc.ABC):
         """Give the memory back and keep its addresses, for all objects that share the workspace.
 
         Collective over all ranks, masked ones too, between rounds; idempotent, also through another
-        object of the workspace. Waits for the device. Until
-        `checkpoint_restore`, dispatch, combine, get_combine_input_buffer and check raise
-        MoEEpStateError, workspace_bytes is 0, and views of library memory (what dispatch returned,
-        combine input buffers) must not be touched: on the CPU a read of one ends the process with
-        SIGSEGV, on CUDA it is a fault of the device. destroy stays legal. The contents are lost.
-        torch_dist has no memory: there only the state changes.
+        object of the workspace. Waits for the device. The contents are lost.
+
+        Until `checkpoint_restore`, dispatch, combine, get_combine_input_buffer and check raise
+        MoEEpStateError, workspace_bytes is 0, and captured CUDA graphs must not be replayed. Views
+        of library memory (what dispatch returned, combine input buffers) must not be touched: on
+        the CPU a read of one ends the process with SIGSEGV, on CUDA it is a fault of the device.
+        destroy stays legal. torch_dist has no memory: there only the state changes.
 
         Raises on all ranks together, with nothing released: MoEEpStateError in an open round (call
         combine first) or on a broken object; what the device has recorded, as `check` does.
@@ -315,13 +316,13 @@ class MoEEpCommunication(abc.ABC):
         """Put new memory behind the addresses that checkpoint_prepare has kept, and start anew.
 
         Collective over the group that is given; idempotent: where the memory is there, only the
-        group changes. Rounds are exact again, at the same
-        addresses, and CUDA graphs captured before the release can be replayed. All objects that
-        share the workspace go on, over the new group.
+        group changes. Rounds are exact again, at the same addresses, and CUDA graphs captured
+        before the release can be replayed. All objects that share the workspace go on, over the
+        new group.
 
-        comm_backend: as in the config; None: the group of before. The same ranks in the same order. It is what later objects must be created over
-            to share the workspace. torch_dist uses it to agree only: its tokens travel over the
-            process group of the bootstrap.
+        comm_backend: as in the config, the same ranks in the same order; None: the group of before.
+            Objects that are created later share the workspace if they name this group. torch_dist
+            only agrees over it: its tokens travel over the process group of the bootstrap.
 
         Raises on all ranks together, and can be called again then: MoEEpConfigError where rank or
         size are not those of before, MoEEpStateError in an open round, on a broken object, or where

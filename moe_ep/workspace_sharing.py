@@ -5,6 +5,7 @@ All ranks of a group must come to the same answer: they tell each other what the
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Callable, Hashable
@@ -14,7 +15,9 @@ from weakref import WeakValueDictionary
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend, agree, by_rank, group_behind
 from moe_ep.errors import MoEEpStateError
-from moe_ep.workspaces import BROKEN, RELEASED, Workspace
+from moe_ep.workspaces import BROKEN, DISPATCHED, RELEASED, Workspace
+
+_IN_USE = (DISPATCHED, RELEASED)
 
 # A process group is torch's, a comm_backend the user's: neither can hold something of ours. So the
 # workspaces of a group are found here, for as long as a communication holds them.
@@ -35,7 +38,7 @@ def group_of(bootstrap: BootstrapConfig, comm_backend: object, comm: CommBackend
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank has to share. name: "" where it has nothing. proposal: for a new one."""
+    """What a rank has to share. name, state: "" where it has nothing. proposal: of a new name."""
 
     name: str
     state: str
@@ -51,15 +54,14 @@ def join(
     group: see `group_of`. layout: all that must be equal for communications to take turns.
     make: returns a workspace of mapped memory; collective.
     """
-    found = _WORKSPACES.get(_key(comm, group, layout))
-    if found is not None and found.state == BROKEN:
+    key = _key(comm, group, layout)
+    found, answers = _look(comm, key)
+    if len({(answer.name, answer.state) for answer in answers}) > 1 or answers[0].state in _IN_USE:
+        # Perhaps by objects that were dropped in a cycle, and wait for the collector, which comes
+        # at another time on each rank.
         found = None
-    mine = _Found(
-        name="" if found is None else found.name,
-        state="none" if found is None else found.state,
-        proposal=secrets.token_hex(8),
-    )
-    answers = agree(comm, mine, what="looking for a workspace to share")
+        gc.collect()
+        found, answers = _look(comm, key)
     if len({answer.name for answer in answers}) > 1:
         table = by_rank({rank: answer.name or "none" for rank, answer in enumerate(answers)})
         raise MoEEpStateError(
@@ -82,8 +84,21 @@ def join(
         raise
     made.name, made.layout = answers[0].proposal, layout
     made.group = group  # held, so that no other object gets its id
-    _WORKSPACES[_key(comm, group, layout)] = made
+    _WORKSPACES[key] = made
     return made
+
+
+def _look(comm: CommBackend, key: tuple[Hashable, ...]) -> tuple[Workspace | None, list[_Found]]:
+    """Return what this rank can share, and every rank's answer. Collective."""
+    found = _WORKSPACES.get(key)
+    if found is not None and found.state == BROKEN:
+        found = None
+    mine = _Found(
+        name="" if found is None else found.name,
+        state="" if found is None else found.state,
+        proposal=secrets.token_hex(8),
+    )
+    return found, agree(comm, mine, what="looking for a workspace to share")
 
 
 def move(workspace: Workspace, group: object) -> None:

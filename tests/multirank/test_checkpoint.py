@@ -276,6 +276,36 @@ def test_a_checkpoint_in_a_round_or_after_destroy_is_refused(
     check(PARAMS, one, [played for _, played in results])
 
 
+def checkpoint_with_a_broken_rank(
+    context: RankContext, backend: str, one: Round
+) -> tuple[Problem | None, int]:
+    """Body: a call has failed on one rank alone, which the others do not know."""
+    with create(context, PARAMS, backend) as communication:
+        play_round(communication, one)
+        context.barrier()
+        if context.rank == 1:
+            with mock.patch.object(communication, "_dispatch", fails):
+                problem_of(
+                    communication.dispatch,
+                    one.hidden_states[1].to(communication.device),
+                    one.topk_ids[1].to(communication.device),
+                )
+        bytes_before = communication.workspace_bytes
+        said = problem_of(communication.checkpoint_prepare)
+        return said, communication.workspace_bytes - bytes_before
+
+
+@every_backend
+def test_a_checkpoint_with_a_broken_rank_is_refused_on_all(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    one = ROUNDS[0]
+    results = ranks(3, checkpoint_with_a_broken_rank, device=device, backend=backend.name, one=one)
+    for said, change in results:
+        expect(said, MoEEpStateError, ["ranks 0, 2: fine", "rank 1: ", "broken", "re-create"])
+        assert change == 0
+
+
 class ReversedComm:
     """The same processes in the other order."""
 

@@ -240,6 +240,45 @@ def test_a_rank_that_has_not_what_others_have_is_an_error_on_all(
     check(PARAMS, one, [played for _, played in results])
 
 
+def drop_in_a_cycle(
+    context: RankContext, backend: str, cyclic: Sequence[int], in_round: bool, one: Round
+) -> Played:
+    """Body: an object is dropped, on some ranks in a cycle, which only the collector finds."""
+    gc.disable()
+    try:
+        holder: list[Any] = [create(context, PARAMS, backend)]
+        if in_round:
+            dispatch(holder[0], one)
+            context.barrier()
+        if context.rank in cyclic:
+            holder.append(holder)
+        del holder
+        with create(context, PARAMS, backend) as another:
+            return play_round(another, one)
+    finally:
+        gc.enable()
+
+
+@with_memory
+@pytest.mark.parametrize(
+    ("cyclic", "in_round"), [([1], False), ([1], True), ([0, 1, 2], False), ([0, 1, 2], True)]
+)
+def test_it_does_not_matter_when_a_dropped_object_is_collected(
+    ranks: RunOnRanks, backend: Backend, device: str, cyclic: Sequence[int], in_round: bool
+) -> None:
+    one = ROUNDS[0]
+    played = ranks(
+        3,
+        drop_in_a_cycle,
+        device=device,
+        backend=backend.name,
+        cyclic=cyclic,
+        in_round=in_round,
+        one=one,
+    )
+    check(PARAMS, one, played)
+
+
 def drop_and_destroy(context: RankContext, backend: str, dropped: int) -> tuple[int, int]:
     """Body: of two objects one is only dropped, and the other's remains are kept."""
     gc.collect()
@@ -306,8 +345,9 @@ def make_unlike_ones(context: RankContext, backend: str, rounds: Sequence[Round]
                 3 * one.params.max_tokens_per_rank, 40, dtype=torch.bfloat16, device=one.device
             )
         )
-    same = create(context, PARAMS, backend, comm_backend=over_the_group)
-    assert place_of_rows(same) == place_of_rows(communications[0])
+    for named in (over_the_group, context.group):
+        same = create(context, PARAMS, backend, comm_backend=named)
+        assert place_of_rows(same) == place_of_rows(communications[0])
     played = [play_round(same, rounds[1])]
     for one in [same, *communications]:
         one.destroy()
