@@ -320,9 +320,10 @@ class MoEEpCommunication(abc.ABC):
         before the release can be replayed. All objects that share the workspace go on, over the
         new group.
 
-        comm_backend: as in the config, the same ranks in the same order; None: the group of before.
-            Objects that are created later share the workspace if they name this group. torch_dist
-            only agrees over it: its tokens travel over the process group of the bootstrap.
+        comm_backend: as in the config, the same ranks in the same order; None: the group of before,
+            which must still be there. Objects that are created later share the workspace if they
+            name this group. torch_dist only agrees over it: its tokens travel over the process
+            group of the bootstrap.
 
         Raises on all ranks together, and can be called again then: MoEEpConfigError where rank or
         size are not those of before, MoEEpStateError in an open round, on a broken object, or where

@@ -128,9 +128,8 @@ class SymmetricMemory:
         """Release for good, where some ranks have gone another way; only close is left. Raises
         nothing."""
         if self._memory is not None:
-            with contextlib.suppress(
-                RuntimeError, OSError
-            ):  # the driver's; it is broken all the same
+            # What the driver says does not matter: it is broken all the same.
+            with contextlib.suppress(RuntimeError, OSError):
                 self._memory.break_off()
 
     def close(self) -> None:

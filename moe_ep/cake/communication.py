@@ -35,8 +35,8 @@ class CakeAlltoAll(MoEEpCommunication):
     call, and a failure that breaks one breaks all. Rounds on different streams must be ordered as
     those of one object.
 
-    What dispatch returns are views of it in eager code and copies in
-    compiled graphs, where a view that outlives its round could not be told from one that does not.
+    What dispatch returns are views of the workspace in eager code and copies in compiled graphs,
+    where a view that outlives its round could not be told from one that does not.
     """
 
     config_type = CakeAlltoAllConfig
@@ -281,8 +281,8 @@ class CakeAlltoAll(MoEEpCommunication):
         )
 
     def _destroy(self) -> None:
-        # The last object of the workspace waits for own rounds only: peers keep their mappings of
-        # this memory until they destroy.
+        # The memory goes with the last object of the workspace, which waits for own rounds only:
+        # peers keep their mappings of it until they destroy.
         del self._workspace
 
 
