@@ -181,7 +181,7 @@ class BootstrapConfig:
         Raises MoEEpConfigError where its size or rank is not this config's.
         """
         if comm_backend is not None:
-            comm = as_comm_backend(comm_backend)
+            comm = as_comm_backend(comm_backend, timeout_sec=timeout_sec)
             _require_matches(self, comm.get_size(), comm.get_rank(), "comm_backend")
             return comm
         if self.world_size == 1:

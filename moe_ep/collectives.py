@@ -79,23 +79,23 @@ class TorchDistributedComm:
     def __init__(
         self, group: dist.ProcessGroup, *, timeout_sec: float = DEFAULT_TIMEOUT_SEC
     ) -> None:
-        self._group = group
+        self.group = group
         self._timeout_sec = timeout_sec
 
     def get_rank(self) -> int:
         """Return this process's rank in the group (not its global rank)."""
-        return dist.get_rank(self._group)
+        return dist.get_rank(self.group)
 
     def get_size(self) -> int:
         """Return the number of ranks in the group."""
-        return dist.get_world_size(self._group)
+        return dist.get_world_size(self.group)
 
     def allgather(self, obj: Any, /) -> list[Any]:
         """Return every rank's picklable object, in rank order."""
-        if has_gloo(self._group):
+        if has_gloo(self.group):
             return self._allgather_bounded(obj)
         objects: list[Any] = [None] * self.get_size()
-        dist.all_gather_object(objects, obj, group=self._group)
+        dist.all_gather_object(objects, obj, group=self.group)
         return objects
 
     def barrier(self) -> None:
@@ -109,9 +109,9 @@ class TorchDistributedComm:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
         try:
             my_length = torch.tensor([mine.numel()])
-            exchange(self._group, [my_length] * size, lengths, _CONTROL_TAG, deadline)
+            exchange(self.group, [my_length] * size, lengths, _CONTROL_TAG, deadline)
             pickles = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
-            exchange(self._group, [mine] * size, pickles, _CONTROL_TAG, deadline)
+            exchange(self.group, [mine] * size, pickles, _CONTROL_TAG, deadline)
         except PeerSilentError as silent:
             raise MoEEpTimeoutError(
                 f"rank {rank} waited {silent.seconds:.1f} s in set-up for rank {silent.peer} "
@@ -125,38 +125,49 @@ class _Mpi4pyComm:
     """An mpi4py communicator under this library's names."""
 
     def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
 
     def get_rank(self) -> int:
-        return int(self._communicator.Get_rank())
+        return int(self.communicator.Get_rank())
 
     def get_size(self) -> int:
-        return int(self._communicator.Get_size())
+        return int(self.communicator.Get_size())
 
     def allgather(self, obj: Any, /) -> list[Any]:
-        return list(self._communicator.allgather(obj))
+        return list(self.communicator.allgather(obj))
 
     def barrier(self) -> None:
-        self._communicator.Barrier()
+        self.communicator.Barrier()
 
 
-def as_comm_backend(candidate: Any) -> CommBackend:
-    """Return `candidate` as a CommBackend; an mpi4py communicator is wrapped.
+def as_comm_backend(candidate: Any, *, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> CommBackend:
+    """Return `candidate` as a CommBackend; a ProcessGroup and an mpi4py communicator are wrapped.
 
+    timeout_sec: of a ProcessGroup, see TorchDistributedComm.
     Raises TypeError for anything else.
     """
 
     def has(*names: str) -> bool:
         return all(callable(getattr(candidate, name, None)) for name in names)
 
+    if isinstance(candidate, dist.ProcessGroup):
+        return TorchDistributedComm(candidate, timeout_sec=timeout_sec)
     if has("get_rank", "get_size", "allgather", "barrier"):
         return cast(CommBackend, candidate)
     if has("Get_rank", "Get_size", "allgather", "Barrier"):
         return _Mpi4pyComm(candidate)
     raise TypeError(
-        "comm_backend must have get_rank, get_size, allgather and barrier (or be an mpi4py "
-        f"communicator), got {type(candidate).__name__}."
+        "comm_backend must have get_rank, get_size, allgather and barrier (or be a ProcessGroup or "
+        f"an mpi4py communicator), got {type(candidate).__name__}."
     )
+
+
+def group_behind(comm: CommBackend) -> object:
+    """Return what two CommBackends over the same group have in common, to be compared by identity:
+    the process group, the mpi4py communicator, else the CommBackend itself."""
+    if isinstance(comm, TorchDistributedComm):
+        return comm.group
+    return comm.communicator if isinstance(comm, _Mpi4pyComm) else comm
 
 
 @dataclass(frozen=True)

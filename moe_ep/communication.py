@@ -2,8 +2,9 @@
 
 The base class owns everything that must not differ between backends: the argument checks, the state
 machine and the translation of op errors. A backend implements `_dispatch` and `_combine`, and where
-it needs them `_check`, `_combine_input_buffer`, `_destroy`. All state that the compiled path
-touches is plain attributes (int, str), so that torch.compile traces a whole round into one graph.
+it needs them `_check`, `_combine_input_buffer`, `_destroy`. The state belongs to the workspace,
+which several objects may share (`moe_ep.workspaces`). All that the compiled path touches of it is
+plain attributes (int, str), so that torch.compile traces a whole round into one graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import abc
 import contextlib
 import os
 from types import TracebackType
-from typing import ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from typing_extensions import Self
 
 from moe_ep import checks
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.collectives import CommBackend
+from moe_ep.collectives import CommBackend, as_comm_backend, group_behind
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
 from moe_ep.dispatch_result import MoEEpDispatchResult
@@ -34,13 +35,8 @@ from moe_ep.errors import (
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
-
-# States. idle -> dispatched -> idle -> ...; broken and destroyed are final. Strings, which dynamo
-# can guard on.
-_IDLE = "idle"
-_DISPATCHED = "dispatched"
-_BROKEN = "broken"
-_DESTROYED = "destroyed"
+from moe_ep.workspace_sharing import move
+from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
 
 
 class MoEEpCommunication(abc.ABC):
@@ -58,8 +54,9 @@ class MoEEpCommunication(abc.ABC):
     * `unsupported_reason(device)`;
     * `__init__(bootstrap, params, config)`, which calls this one and then sets up what it needs,
       collectively, over `self._comm`;
-    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`, `_destroy`,
-      `workspace_bytes`.
+    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`, `_destroy`.
+
+    A backend with memory of its own has it in a `Workspace` and calls `_enter` with that one.
 
     Hooks get checked arguments and know nothing about the state machine. They report failures by
     raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
@@ -114,16 +111,27 @@ class MoEEpCommunication(abc.ABC):
         self.first_local_expert: Final[int] = first
         self.num_local_experts: Final[int] = count
         self._bootstrap: Final = bootstrap
-        self._comm: Final[CommBackend] = comm
         self._gpu_shares: Final = gpu_shares
         self._row_format: Final = params.row_format
         self._extra_payload_bytes: Final = extra_payload_bytes_per_token
         self._eplb_stats_num_experts: Final = eplb_stats_num_experts
-        self._state: str = _IDLE
+        self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
+        self._destroyed: bool = False
+        self._in_round: bool = False  # where others share the workspace: whose turn it is
         self._process: Final[int] = os.getpid()
-        self._broken_by: str = "a call did not finish"
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
+        self._enter(Workspace(comm, self.ep_rank, self.ep_size))
+
+    def _enter(self, workspace: Workspace) -> None:
+        """Take part in a workspace, and leave that of before."""
+        self._shared = workspace
+        workspace.admit(self)
+
+    @property
+    def _comm(self) -> CommBackend:
+        """What the group agrees over."""
+        return self._shared.comm
 
     # ---------------------------------------------------------------- what users call
 
@@ -213,7 +221,7 @@ class MoEEpCommunication(abc.ABC):
 
         dtype: `params.token_dtype`, or None for it.
         """
-        self._require(_DISPATCHED, "get_combine_input_buffer")
+        self._require(DISPATCHED, "get_combine_input_buffer")
         if dtype is not None:
             checks.check_combine_input_dtype("dtype", self.params, dtype)
         return self._combine_input_buffer()
@@ -235,7 +243,7 @@ class MoEEpCommunication(abc.ABC):
 
         Raises TypeError, MoEEpConfigError and MoEEpStateError.
         """
-        self._require(_DISPATCHED, "permute_to_experts")
+        self._require(DISPATCHED, "permute_to_experts")
         first, count = self.first_local_expert, self.num_local_experts
         return permute_to_experts(result, first, count, alignment=alignment, max_rows=max_rows)
 
@@ -261,13 +269,15 @@ class MoEEpCommunication(abc.ABC):
         """Wait for the device and raise what it recorded: MoEEpTimeoutError, MoEEpInputError,
         MoEEpDisagreementError (a round that is open stays so: combine ends it).
 
-        Not collective. Raises MoEEpStateError after destroy or on a broken object.
+        Not collective. Raises MoEEpStateError after destroy, while the memory is released, or on a
+        broken object.
         """
         self._require_alive("check")
+        self._shared.require_memory("check", self._who)
         try:
             self._check()
         except Exception as exc:
-            self._settle(exc, self._state)
+            self._settle(exc, self._shared.state)
 
     @classmethod
     def estimate_workspace_bytes(
@@ -286,21 +296,82 @@ class MoEEpCommunication(abc.ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of memory that this object holds between rounds on this rank, 0 after destroy."""
-        return 0
+        """Bytes of memory that this rank holds for the object between rounds.
+
+        Objects that share a workspace each report the whole of it. 0 after destroy and while the
+        memory is released; 0 always where a backend holds none.
+        """
+        return self._shared.mapped_bytes
+
+    def checkpoint_prepare(self) -> None:
+        """Give the memory back and keep its addresses, for all objects that share the workspace.
+
+        Collective over all ranks, masked ones too, between rounds; idempotent, also through another
+        object of the workspace. Waits for the device. The contents are lost.
+
+        Until `checkpoint_restore`, dispatch, combine, get_combine_input_buffer and check raise
+        MoEEpStateError, workspace_bytes is 0, and captured CUDA graphs must not be replayed. Views
+        of library memory (what dispatch returned, combine input buffers) must not be touched: on
+        the CPU a read of one ends the process with SIGSEGV, on CUDA it is a fault of the device.
+        destroy stays legal. torch_dist has no memory: there only the state changes.
+
+        Raises on all ranks together, with nothing released: MoEEpStateError in an open round (call
+        combine first) or on a broken object; what the device has recorded, as `check` does.
+        Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
+        is then broken, and the ranks must restart.
+        Raises MoEEpStateError after destroy and in a forked process, on the rank alone.
+        """
+        self._require_present("checkpoint_prepare")
+        with self._on_stream():
+            self._shared.prepare(self.check)
+
+    def checkpoint_restore(self, comm_backend: Any = None) -> None:
+        """Put new memory behind the addresses that checkpoint_prepare has kept, and start anew.
+
+        Collective over the group that is given; idempotent: where the memory is there, only the
+        group changes. Rounds are exact again, at the same addresses, and CUDA graphs captured
+        before the release can be replayed. All objects that share the workspace go on, over the
+        new group.
+
+        comm_backend: as in the config, the same ranks in the same order; None: the group of before,
+            which must still be there. Objects that are created later share the workspace if they
+            name this group. torch_dist only agrees over it: its tokens travel over the process
+            group of the bootstrap.
+
+        Raises on all ranks together, and can be called again then: MoEEpConfigError where rank or
+        size are not those of before, MoEEpStateError in an open round, on a broken object, or where
+        some ranks have not released; MoEEpPlatformError where the memory cannot be had any more.
+        Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
+        is then broken, and the ranks must restart.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy and in
+        a forked process, on the rank alone.
+        """
+        self._require_present("checkpoint_restore")
+        comm, group = self._comm, self._shared.group
+        if comm_backend is not None:
+            comm = as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
+            group = group_behind(comm)
+        with self._on_stream():
+            self._shared.restore(comm)
+        move(self._shared, group)
 
     def destroy(self) -> None:
-        """Free what the object holds. Idempotent.
+        """Free what the object holds; a shared workspace goes with the last object. Idempotent.
 
         All ranks should call it, but it waits for nobody: memory that peers share is free when the
-        last of them has let go of it. Also legal in the middle of a round and on a broken object.
+        last of them has let go of it. Also legal on a broken object, while the memory is released,
+        and in the middle of a round, which breaks the objects that share the workspace.
         """
-        if self._state == _DESTROYED:
+        if self._destroyed:
             return
+        shared, self._destroyed = self._shared, True
+        # What is left of the object holds no memory.
+        self._shared = Workspace(shared.comm, self.ep_rank, self.ep_size)
         try:
             self._destroy()
         finally:
-            self._state = _DESTROYED
+            with self._on_stream():
+                shared.leave(self, in_round=self._in_round)
 
     def __enter__(self) -> Self:
         self._require_alive("__enter__")
@@ -322,9 +393,10 @@ class MoEEpCommunication(abc.ABC):
         )
 
     def __repr__(self) -> str:
+        state = "destroyed" if self._destroyed else self._shared.state
         return (
             f"{type(self).__name__}(ep_rank={self.ep_rank}, ep_size={self.ep_size}, "
-            f"device={self.device}, state={self._state!r}, {self.params})"
+            f"device={self.device}, state={state!r}, {self.params})"
         )
 
     # ---------------------------------------------------------------- hooks of a backend
@@ -398,7 +470,7 @@ class MoEEpCommunication(abc.ABC):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        self._require(_IDLE, "dispatch")
+        self._require(IDLE, "dispatch")
         tokens_per_rank = checks.check_dispatch(
             self.params,
             self._row_format,
@@ -414,7 +486,8 @@ class MoEEpCommunication(abc.ABC):
             eplb_local_stats=eplb_local_stats,
         )
         # Broken until the hook returns: an interrupt leaves the peers in another round.
-        self._state = _BROKEN
+        shared = self._shared
+        shared.state = BROKEN
         try:
             result = self._dispatch(
                 hidden_states,
@@ -426,10 +499,11 @@ class MoEEpCommunication(abc.ABC):
                 active_rank_mask=active_rank_mask,
             )
         except Exception as exc:
-            self._settle(exc, _IDLE)
+            self._settle(exc, IDLE)
         self._num_tokens = hidden_states.shape[0]
         self._tokens_per_rank = tokens_per_rank
-        self._state = _DISPATCHED
+        self._in_round = True
+        shared.state = DISPATCHED
         return result
 
     def _run_combine(
@@ -439,7 +513,7 @@ class MoEEpCommunication(abc.ABC):
         output: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
-        self._require(_DISPATCHED, "combine")
+        self._require(DISPATCHED, "combine")
         rows = checks.check_combine(
             self.params,
             device=self.device,
@@ -449,7 +523,7 @@ class MoEEpCommunication(abc.ABC):
             expert_output=expert_output,
             output=output,
         )
-        self._state = _BROKEN
+        self._shared.state = BROKEN
         try:
             combined = self._combine(
                 rows,
@@ -459,48 +533,43 @@ class MoEEpCommunication(abc.ABC):
                 active_rank_mask=active_rank_mask,
             )
         except Exception as exc:
-            self._settle(exc, _DISPATCHED)
-        self._state = _IDLE
+            self._settle(exc, DISPATCHED)
+        self._in_round = False
+        self._shared.state = IDLE
         return combined
 
     def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
         """Raise what a hook's exception means and set the state that it leaves behind."""
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
+        shared = self._shared
         # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
         if not isinstance(error, MoEEpError | TypeError) or isinstance(error, MoEEpTimeoutError):
-            self._state = _BROKEN
-            self._broken_by = str(exc if error is None else error)
+            shared.state = BROKEN
+            shared.broken_by = str(exc if error is None else error)
             raise exc if error is None else error from None
         # Raised when a call has done its part of the exchange, which closes the round.
         recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
-        closes_round = recorded and self._state == _BROKEN
-        self._state = _IDLE if closes_round else state_if_alive
+        closes_round = recorded and shared.state == BROKEN
+        shared.state = IDLE if closes_round else state_if_alive
+        self._in_round = self._in_round and not closes_round
         raise error from None
 
     def _require(self, state: str, call: str) -> None:
-        self._require_alive(call)
-        if self._state == state:
-            return
-        if self._state == _DISPATCHED:
-            problem = f"{call} while a round is open: call combine before the next dispatch"
-        else:
-            problem = f"{call} without an open round: call dispatch first"
-        raise MoEEpStateError(f"{problem} (backend {self.backend_name}, rank {self.ep_rank}).")
+        self._require_present(call)
+        self._shared.require(state, call, in_round=self._in_round, who=self._who)
 
     def _require_alive(self, call: str) -> None:
-        if self._state == _DESTROYED:
+        self._require_present(call)
+        self._shared.require_whole(call, self._who)
+
+    def _require_present(self, call: str) -> None:
+        """Raise unless the object is this process's and is not destroyed."""
+        if self._destroyed:
             raise MoEEpStateError(
-                f"{call} after destroy (backend {self.backend_name}, rank {self.ep_rank}): "
-                "create a new communication."
+                f"{call} after destroy ({self._who}): create a new communication."
             )
         if not torch.compiler.is_compiling() and os.getpid() != self._process:
             raise MoEEpStateError(
                 f"{call} in a process forked from rank {self.ep_rank} (backend "
                 f"{self.backend_name}), whose communication this is: create one of its own."
-            )
-        if self._state == _BROKEN:
-            raise MoEEpStateError(
-                f"{call} on a broken communication (backend {self.backend_name}, rank "
-                f"{self.ep_rank}): destroy it and re-create it on all ranks. It broke because: "
-                f"{self._broken_by}"
             )

@@ -14,9 +14,9 @@ from moe_ep.limits import DEFAULT_TIMEOUT_SEC, MAX_TIMEOUT_SEC
 class CommunicationConfig:
     """Settings of a backend. A backend's own config derives from this and sets `backend_name`.
 
-    comm_backend: what the group agrees over (`get_rank`, `get_size`, `allgather`, `barrier`; an
-        mpi4py communicator is accepted); None: torch.distributed over the bootstrap's group. Its
-        size and rank must be the bootstrap's.
+    comm_backend: what the group agrees over (`get_rank`, `get_size`, `allgather`, `barrier`; a
+        torch.distributed ProcessGroup and an mpi4py communicator are accepted); None:
+        torch.distributed over the bootstrap's group. Its size and rank must be the bootstrap's.
     timeout_sec: 1..86400, the seconds of wall clock that one call waits for a peer.
 
     Fields declared with `field(compare=False)` may differ between the ranks of a group; the others

@@ -34,7 +34,8 @@ class MoEEpPlatformError(MoEEpError, RuntimeError):
 class MoEEpStateError(MoEEpError, RuntimeError):
     """The call does not fit the object's state.
 
-    Combine before dispatch, dispatch twice, use after destroy or after a failure.
+    Combine before dispatch, dispatch twice or in the round of an object that shares the workspace,
+    use while the memory is released, after destroy or after a failure.
     """
 
 

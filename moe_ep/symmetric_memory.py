@@ -7,6 +7,7 @@ all ranks go on or all let go of everything and raise.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -123,6 +124,14 @@ class SymmetricMemory:
         self._open_memory("restore")
         self._join(comm)
 
+    def break_off(self) -> None:
+        """Release for good, where some ranks have gone another way; only close is left. Raises
+        nothing."""
+        if self._memory is not None:
+            # What the driver says does not matter: it is broken all the same.
+            with contextlib.suppress(RuntimeError, OSError):
+                self._memory.break_off()
+
     def close(self) -> None:
         """Let go of the memory. Idempotent.
 
@@ -146,7 +155,7 @@ class SymmetricMemory:
         try:
             self._share(comm, probes, forms_to_try(probes))
         except BaseException:
-            self._open_memory("restore").break_off()
+            self.break_off()
             raise
 
     def _share(

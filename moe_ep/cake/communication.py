@@ -7,9 +7,9 @@ from torch import Tensor
 
 from moe_ep import _native, shared_gpus
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.cake import kernels, received
+from moe_ep.cake import received
 from moe_ep.cake.config import CakeAlltoAllConfig
-from moe_ep.cake.places import geometry_of, reason_against
+from moe_ep.cake.places import geometry_of, join_workspace, reason_against
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
@@ -18,7 +18,6 @@ from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
-from moe_ep.symmetric_memory import SymmetricMemory
 from moe_ep.tensors import dense_rows, fill_with_sums
 
 
@@ -29,8 +28,17 @@ class CakeAlltoAll(MoEEpCommunication):
     On CUDA: one kernel a call, on torch's current stream or the bootstrap's; a round can be
     captured in a CUDA graph. On the CPU: processes of one host over anonymous shared memory. One
     workspace of `estimate_workspace_bytes(params, ep_size, config)` bytes per rank, allocated at
-    construction, none per round. What dispatch returns are views of it in eager code and copies in
-    compiled graphs, where a view that outlives its round could not be told from one that does not.
+    construction, none per round.
+
+    Objects of the same group share one workspace and take turns, a round each, if the sizes of
+    their rows and rounds, `enable_rank_mask`, the device and the bootstrap's stream are the same.
+    The group is that of comm_backend, else the process group (that given or the default one), else
+    this process alone. What the device records about one object's round may be raised by another's
+    call, and a failure that breaks one breaks all. Rounds on different streams must be ordered as
+    those of one object.
+
+    What dispatch returns are views of the workspace in eager code and copies in compiled graphs,
+    where a view that outlives its round could not be told from one that does not.
     """
 
     config_type = CakeAlltoAllConfig
@@ -90,20 +98,9 @@ class CakeAlltoAll(MoEEpCommunication):
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
         self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
         self._geometry: list[int] = self._layout.fields()
-        self._memory = SymmetricMemory.allocate(self._comm, self._layout.segment_bytes, self.device)
-        self._workspace: Tensor = self._memory.workspace
-        try:
-            with self._on_stream():
-                kernels.initialize(self._workspace, self._layout, self.ep_rank)
-            self._comm.barrier()  # nobody may signal before everybody has initialised
-        except BaseException:
-            self._destroy()
-            raise
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of this rank's own memory in the workspace, 0 after destroy."""
-        return 0 if self._memory.state == "closed" else self._memory.mapped_bytes
+        with self._on_stream():
+            self._enter(join_workspace(bootstrap, self._comm, config, self._layout))
+        self._workspace: Tensor = self._shared.tensor
 
     def dispatch(
         self,
@@ -125,7 +122,7 @@ class CakeAlltoAll(MoEEpCommunication):
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
             ranks are active. Mask a rank only once it is dead or has returned from its last
             combine: nobody waits until it has read what it still needs. It cannot come back into
-            this object.
+            this object, nor into those that share its workspace.
         """
         self._check_rank_mask(active_rank_mask)
         self._refuse_foreign_capture("dispatch")
@@ -275,10 +272,6 @@ class CakeAlltoAll(MoEEpCommunication):
         )
 
     def _destroy(self) -> None:
-        # Waits for own rounds only: peers keep their mappings of this memory until they destroy.
-        try:
-            with self._on_stream():
-                torch.ops.moe_ep.cake_forget(self._workspace, self._geometry, self.ep_rank)
-        finally:
-            del self._workspace
-            self._memory.close()
+        # The memory goes with the last object of the workspace, which waits for own rounds only:
+        # peers keep their mappings of it until they destroy.
+        del self._workspace

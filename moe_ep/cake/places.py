@@ -1,14 +1,22 @@
-"""Where can cake run, and what sizes its workspace there?"""
+"""Where can cake run, what sizes its workspace there, and which one does it get?"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from moe_ep import _native, ops
 from moe_ep._native import Geometry
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.cake import kernels
 from moe_ep.cake.config import CakeAlltoAllConfig
+from moe_ep.collectives import CommBackend
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
+from moe_ep.symmetric_memory import SymmetricMemory
+from moe_ep.workspace_sharing import group_of, join
+from moe_ep.workspaces import Workspace
 
 _MIN_CAPABILITY = (9, 0)
 """Of CUDA devices: the first with bulk copies between shared and global memory."""
@@ -68,6 +76,33 @@ def geometry_of(
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None
+
+
+def join_workspace(
+    bootstrap: BootstrapConfig, comm: CommBackend, config: CakeAlltoAllConfig, layout: Geometry
+) -> Workspace:
+    """Return the workspace of a communication, which others may have, too. Collective."""
+
+    def make() -> Workspace:
+        memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
+        where = (memory.workspace, layout, bootstrap.rank)
+        return Workspace(
+            comm,
+            bootstrap.rank,
+            bootstrap.world_size,
+            memory,
+            initialize=partial(kernels.initialize, *where),
+            forget=partial(kernels.forget, *where),
+        )
+
+    what = (
+        config.backend_name,
+        str(bootstrap.torch_device),
+        bootstrap.stream,  # rounds on several streams are not in order
+        config.enable_rank_mask,  # a rank that is masked off once is out of step for all objects
+        *layout.fields(),
+    )
+    return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
 
 
 def _combine_bytes_per_token(params: MoEEpCommParams, config: CakeAlltoAllConfig) -> int:

@@ -8,30 +8,17 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
-from moe_ep._native import FifoGeometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
-from moe_ep.config import CommunicationConfig, require_int_in_range
+from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError
-from moe_ep.limits import MAX_EP_SIZE
-from moe_ep.nvlink_two_sided import kernels
 from moe_ep.nvlink_two_sided.config import NVLinkTwoSidedConfig
+from moe_ep.nvlink_two_sided.places import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
-from moe_ep.symmetric_memory import SymmetricMemory
 from moe_ep.tensors import dense_rows, fill_with_sums
-
-# Deep enough that a small step fits, and few turns are taken between ranks that share cores; small
-# enough to stay in a cache. On 4 ranks and 2 cores, with 32 to 1024 tokens of 2048 and 7168
-# elements, slots of 16 to 128 KiB and FIFOs of half a MiB to 2 MiB differed by less than the noise.
-_SLOT_BYTES = 1 << 16
-_NUM_SLOTS = 16
-_MAX_FIFO_BYTES = 8 << 20
-"""Of one rank, for all its peers together: groups of more than 8 ranks get smaller FIFOs."""
-_MIN_SLOTS = 4
 
 
 @register_communication("nvlink_two_sided", preference=3)
@@ -87,19 +74,8 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         layout = geometry_of(params, self.ep_size)
         self._geometry: list[int] = layout.fields()
         self._send_tokens: Tensor | None = None  # of the open round
-        self._memory = SymmetricMemory.allocate(self._comm, layout.segment_bytes, self.device)
-        self._workspace: Tensor = self._memory.workspace
-        try:
-            kernels.initialize(self._workspace, layout, self.ep_rank)
-            self._comm.barrier()  # nobody may signal before everybody has initialised
-        except BaseException:
-            self._destroy()
-            raise
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of this rank's own memory in the workspace, 0 after destroy."""
-        return 0 if self._memory.state == "closed" else self._memory.mapped_bytes
+        self._enter(join_workspace(bootstrap, self._comm, config, layout))
+        self._workspace: Tensor = self._shared.tensor
 
     def _dispatch(
         self,
@@ -185,32 +161,7 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         torch.ops.moe_ep.two_sided_check(self._workspace, self._geometry, self.ep_rank)
 
     def _destroy(self) -> None:
-        # Waits for nobody: peers keep their mappings of this memory until they destroy.
+        # The memory goes with the last object of the workspace, which waits for nobody: peers keep
+        # their mappings of it until they destroy.
         self._send_tokens = None
         del self._workspace
-        self._memory.close()
-
-
-def geometry_of(params: MoEEpCommParams, ep_size: int) -> FifoGeometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
-
-    Raises MoEEpConfigError where a size is past its limit.
-    """
-    require_int_in_range("ep_size", ep_size, 1, MAX_EP_SIZE)
-    num_slots, slot_bytes = _NUM_SLOTS, _SLOT_BYTES
-    while ep_size * num_slots * slot_bytes > _MAX_FIFO_BYTES:
-        if num_slots > _MIN_SLOTS:
-            num_slots //= 2
-        else:
-            slot_bytes //= 2
-    try:
-        return FifoGeometry(
-            ep_size=ep_size,
-            num_experts=params.num_experts,
-            top_k=params.top_k,
-            max_tokens_per_rank=params.max_tokens_per_rank,
-            num_slots=num_slots,
-            slot_bytes=slot_bytes,
-        )
-    except ValueError as error:
-        raise MoEEpConfigError(f"{error}.") from None

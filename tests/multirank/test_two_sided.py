@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, MoEEpTimeoutError, NVLinkTwoSidedConfig
-from moe_ep.nvlink_two_sided.communication import geometry_of
+from moe_ep.nvlink_two_sided.places import geometry_of
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
-from tests.rounds import check_all, create, play, random_round
+from tests.rounds import Played, Round, check_all, create, play, play_round, random_round
 
 pytestmark = pytest.mark.multirank
 BACKEND = NVLinkTwoSidedConfig.backend_name
@@ -36,6 +36,26 @@ def test_fifos_of_a_rank_have_a_limit_together() -> None:
     params = MoEEpCommParams(256, 8, 8192, 7168)
     sizes = [geometry_of(params, ep_size).segment_bytes for ep_size in (1, 2, 8, 9, 64, 256)]
     assert all(size < 9 * 2**20 for size in sizes), sizes
+
+
+def take_turns(context: RankContext, params: MoEEpCommParams, rounds: list[Round]) -> list[Played]:
+    """Body: two objects take turns in one workspace, which is released and restored between."""
+    with create(context, params, BACKEND) as one, create(context, params, BACKEND) as other:
+        assert one._workspace.data_ptr() == other._workspace.data_ptr()
+        played = [play_round(one, rounds[0]), play_round(other, rounds[1])]
+        size = one.workspace_bytes
+        one.checkpoint_prepare()
+        assert (one.workspace_bytes, other.workspace_bytes) == (0, 0)
+        other.checkpoint_restore()
+        assert (one.workspace_bytes, other.workspace_bytes) == (size, size)
+        return [*played, play_round(other, rounds[2]), play_round(one, rounds[3])]
+
+
+def test_objects_share_the_fifos_and_give_them_back(ranks: RunOnRanks) -> None:
+    params = MoEEpCommParams(7, 3, 40, 300)
+    counts = [(40, 3, 0), (1, 1, 1), (0, 40, 7), (40, 40, 40)]
+    rounds = [random_round(params, n, seed) for seed, n in enumerate(counts)]
+    check_all(params, rounds, ranks(3, take_turns, params=params, rounds=rounds))
 
 
 def lose_a_peer(context: RankContext, budget: int, victim: int, after: float) -> object:

@@ -1,0 +1,74 @@
+"""What sizes the workspace of nvlink_two_sided, and which one does a communication get?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moe_ep._native import FifoGeometry
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.collectives import CommBackend
+from moe_ep.config import require_int_in_range
+from moe_ep.errors import MoEEpConfigError
+from moe_ep.limits import MAX_EP_SIZE
+from moe_ep.nvlink_two_sided import kernels
+from moe_ep.nvlink_two_sided.config import NVLinkTwoSidedConfig
+from moe_ep.params import MoEEpCommParams
+from moe_ep.symmetric_memory import SymmetricMemory
+from moe_ep.workspace_sharing import group_of, join
+from moe_ep.workspaces import Workspace
+
+# Deep enough that a small step fits, and few turns are taken between ranks that share cores; small
+# enough to stay in a cache. On 4 ranks and 2 cores, with 32 to 1024 tokens of 2048 and 7168
+# elements, slots of 16 to 128 KiB and FIFOs of 0.25 to 2 MiB differed by less than the noise.
+_SLOT_BYTES = 1 << 16
+_NUM_SLOTS = 16
+_MAX_FIFO_BYTES = 8 << 20
+"""Of one rank, for all its peers together: groups of more than 8 ranks get smaller FIFOs."""
+_MIN_SLOTS = 4
+
+
+def geometry_of(params: MoEEpCommParams, ep_size: int) -> FifoGeometry:
+    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+
+    Raises MoEEpConfigError where a size is past its limit.
+    """
+    require_int_in_range("ep_size", ep_size, 1, MAX_EP_SIZE)
+    num_slots, slot_bytes = _NUM_SLOTS, _SLOT_BYTES
+    while ep_size * num_slots * slot_bytes > _MAX_FIFO_BYTES:
+        if num_slots > _MIN_SLOTS:
+            num_slots //= 2
+        else:
+            slot_bytes //= 2
+    try:
+        return FifoGeometry(
+            ep_size=ep_size,
+            num_experts=params.num_experts,
+            top_k=params.top_k,
+            max_tokens_per_rank=params.max_tokens_per_rank,
+            num_slots=num_slots,
+            slot_bytes=slot_bytes,
+        )
+    except ValueError as error:
+        raise MoEEpConfigError(f"{error}.") from None
+
+
+def join_workspace(
+    bootstrap: BootstrapConfig,
+    comm: CommBackend,
+    config: NVLinkTwoSidedConfig,
+    layout: FifoGeometry,
+) -> Workspace:
+    """Return the workspace of a communication, which others may have, too. Collective."""
+
+    def make() -> Workspace:
+        memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
+        return Workspace(
+            comm,
+            bootstrap.rank,
+            bootstrap.world_size,
+            memory,
+            initialize=partial(kernels.initialize, memory.workspace, layout, bootstrap.rank),
+        )
+
+    what = (config.backend_name, str(bootstrap.torch_device), *layout.fields())
+    return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
