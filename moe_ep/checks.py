@@ -221,8 +221,9 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
         raise TypeError(f"{name} must hold its values, got a negated view: pass resolve_neg().")
     if value.requires_grad and torch.is_grad_enabled():
         raise MoEEpConfigError(
-            f"{name} requires grad, and this communication does not propagate gradients: "
-            f"call it under torch.no_grad(), or pass {name}.detach()."
+            f"{name} requires grad, but a gradient is propagated in eager mode only, and not with "
+            "quantised rows, a low-precision combine, or for `output`: call it under "
+            f"torch.no_grad(), or pass {name}.detach()."
         )
 
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from moe_ep import checks
+from moe_ep import autograd, checks, states
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.config import CommunicationConfig
@@ -34,12 +35,7 @@ from moe_ep.errors import (
 )
 from moe_ep.params import MoEEpCommParams, expert_partition
 
-# States. idle -> dispatched -> idle -> ...; broken and destroyed are final. Strings, which dynamo
-# can guard on.
-_IDLE = "idle"
-_DISPATCHED = "dispatched"
-_BROKEN = "broken"
-_DESTROYED = "destroyed"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -145,11 +141,15 @@ class MoEEpCommunication(abc.ABC):
         self._row_format: Final = params.row_format
         self._extra_payload_bytes: Final = extra_payload_bytes_per_token
         self._eplb_stats_num_experts: Final = eplb_stats_num_experts
-        self._state: str = _IDLE
+        self._state: str = states.IDLE
         self._process: Final[int] = os.getpid()
         self._broken_by: str = "a call did not finish"
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
+        # For unquantised rows. A backend clears it whose combine has no room for gradients.
+        self._has_gradients: bool = self._row_format.value_dtypes == (params.token_dtype,)
+        self._recorded: autograd.Recorded | None = None
+        self._backward: autograd.Recorded | None = None
 
     # ---------------------------------------------------------------- what users call
 
@@ -239,10 +239,15 @@ class MoEEpCommunication(abc.ABC):
 
         dtype: `params.token_dtype`, or None for it.
         """
-        self._require(_DISPATCHED, "get_combine_input_buffer")
+        self._require(states.DISPATCHED, "get_combine_input_buffer")
         if dtype is not None:
             checks.check_combine_input_dtype("dtype", self.params, dtype)
-        return self._combine_input_buffer()
+        if self._recorded is not None and self._recorded.link is not None:
+            return None  # the experts' last step may save what it writes
+        buffer = self._combine_input_buffer()
+        # Detached, so that a tensor that requires grad, written into it, does not drag the whole
+        # workspace into the graph.
+        return buffer if buffer is None else buffer.detach()
 
     def check(self) -> None:
         """Wait for the device and raise what it recorded: MoEEpTimeoutError, MoEEpInputError,
@@ -282,12 +287,12 @@ class MoEEpCommunication(abc.ABC):
         All ranks should call it, but it waits for nobody: memory that peers share is free when the
         last of them has let go of it. Also legal in the middle of a round and on a broken object.
         """
-        if self._state == _DESTROYED:
+        if self._state == states.DESTROYED:
             return
         try:
             self._destroy()
         finally:
-            self._state = _DESTROYED
+            self._state = states.DESTROYED
 
     def __enter__(self) -> Self:
         self._require_alive("__enter__")
@@ -374,6 +379,7 @@ class MoEEpCommunication(abc.ABC):
 
     # ---------------------------------------------------------------- the state machine
 
+    @autograd.records_dispatch
     def _run_dispatch(
         self,
         hidden_states: Tensor,
@@ -385,7 +391,9 @@ class MoEEpCommunication(abc.ABC):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        self._require(_IDLE, "dispatch")
+        if self._state == states.IN_BACKWARD:
+            autograd.close_left_open(self)
+        self._require(states.IDLE, "dispatch")
         tokens_per_rank = checks.check_dispatch(
             self.params,
             self._row_format,
@@ -400,25 +408,24 @@ class MoEEpCommunication(abc.ABC):
             runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
             eplb_local_stats=eplb_local_stats,
         )
-        # Broken until the hook returns: an interrupt leaves the peers in another round.
-        self._state = _BROKEN
-        try:
-            result = self._dispatch(
-                hidden_states,
-                topk_ids,
-                topk_weights,
-                hidden_states_scale=hidden_states_scale,
-                tokens_per_rank=tokens_per_rank,
-                eplb_local_stats=eplb_local_stats,
-                active_rank_mask=active_rank_mask,
-            )
-        except Exception as exc:
-            self._settle(exc, _IDLE)
+        result = self._attempt(
+            self._dispatch,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            tokens_per_rank=tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+            before=states.IDLE,
+            after=states.DISPATCHED,
+        )
         self._num_tokens = hidden_states.shape[0]
         self._tokens_per_rank = tokens_per_rank
-        self._state = _DISPATCHED
+        self._recorded = None
         return result
 
+    @autograd.records_combine
     def _run_combine(
         self,
         expert_output: Tensor,
@@ -426,7 +433,7 @@ class MoEEpCommunication(abc.ABC):
         output: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
-        self._require(_DISPATCHED, "combine")
+        self._require(states.DISPATCHED, "combine")
         rows = checks.check_combine(
             self.params,
             device=self.device,
@@ -436,46 +443,57 @@ class MoEEpCommunication(abc.ABC):
             expert_output=expert_output,
             output=output,
         )
-        self._state = _BROKEN
+        return self._attempt(
+            self._combine,
+            rows,
+            num_tokens=self._num_tokens,
+            tokens_per_rank=self._tokens_per_rank,
+            output=output,
+            active_rank_mask=active_rank_mask,
+            before=states.DISPATCHED,
+            after=states.IDLE,
+        )
+
+    def _attempt(
+        self, hook: Callable[..., Result], *args: Any, before: str, after: str, **kwargs: Any
+    ) -> Result:
+        """Return what a hook returns, in state `after`; in state `before` if it exchanged nothing.
+        """
+        # Broken until the hook returns: an interrupt leaves the peers in another round.
+        self._state = states.BROKEN
         try:
-            combined = self._combine(
-                rows,
-                num_tokens=self._num_tokens,
-                tokens_per_rank=self._tokens_per_rank,
-                output=output,
-                active_rank_mask=active_rank_mask,
-            )
+            result = hook(*args, **kwargs)
         except Exception as exc:
-            self._settle(exc, _DISPATCHED)
-        self._state = _IDLE
-        return combined
+            self._settle(exc, before)
+        self._state = after
+        return result
 
     def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
         """Raise what a hook's exception means and set the state that it leaves behind."""
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
         # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
         if not isinstance(error, MoEEpError | TypeError) or isinstance(error, MoEEpTimeoutError):
-            self._state = _BROKEN
+            self._state = states.BROKEN
             self._broken_by = str(exc if error is None else error)
             raise exc if error is None else error from None
         # Raised when a call has done its part of the exchange, which closes the round.
         recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
-        closes_round = recorded and self._state == _BROKEN
-        self._state = _IDLE if closes_round else state_if_alive
+        closes_round = recorded and self._state == states.BROKEN
+        self._state = states.IDLE if closes_round else state_if_alive
         raise error from None
 
     def _require(self, state: str, call: str) -> None:
         self._require_alive(call)
         if self._state == state:
             return
-        if self._state == _DISPATCHED:
+        if self._state == states.DISPATCHED:
             problem = f"{call} while a round is open: call combine before the next dispatch"
         else:
             problem = f"{call} without an open round: call dispatch first"
         raise MoEEpStateError(f"{problem} (backend {self.backend_name}, rank {self.ep_rank}).")
 
     def _require_alive(self, call: str) -> None:
-        if self._state == _DESTROYED:
+        if self._state == states.DESTROYED:
             raise MoEEpStateError(
                 f"{call} after destroy (backend {self.backend_name}, rank {self.ep_rank}): "
                 "create a new communication."
@@ -485,7 +503,7 @@ class MoEEpCommunication(abc.ABC):
                 f"{call} in a process forked from rank {self.ep_rank} (backend "
                 f"{self.backend_name}), whose communication this is: create one of its own."
             )
-        if self._state == _BROKEN:
+        if self._state == states.BROKEN:
             raise MoEEpStateError(
                 f"{call} on a broken communication (backend {self.backend_name}, rank "
                 f"{self.ep_rank}): destroy it and re-create it on all ranks. It broke because: "

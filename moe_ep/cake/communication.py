@@ -84,6 +84,7 @@ class CakeAlltoAll(MoEEpCommunication):
         self._timeout_sec = config.timeout_sec
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
+        self._has_gradients &= not self._low_precision
         self._cuda_index = self.device.index if self.device.type == "cuda" else None
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
         self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
@@ -246,7 +247,7 @@ class CakeAlltoAll(MoEEpCommunication):
             if output is not None:
                 self._combine_into(output, *where, tokens_per_rank)
                 return output
-            what = (num_tokens, tokens_per_rank, self.params.hidden_size, self.params.token_dtype)
+            what = (num_tokens, tokens_per_rank, rows.shape[1], rows.dtype)
             how = (self._timeout_sec, self._enable_pdl, self._low_precision)
             combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, *how)
             return combined
@@ -295,4 +296,7 @@ class CakeAlltoAll(MoEEpCommunication):
 
 def _dense_rows(tensor: Tensor) -> Tensor:
     """Return the tensor with rows of adjacent elements; the rows themselves may lie anywhere."""
-    return tensor if tensor.shape[1] <= 1 or tensor.stride(1) == 1 else tensor.contiguous()
+    if tensor.shape[1] <= 1 or tensor.stride(1) == 1:
+        return tensor
+    # Not contiguous(): it takes a tensor without rows as it is, whatever its strides.
+    return tensor.clone(memory_format=torch.contiguous_format)
