@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from moe_ep import autograd, checks, states
+from moe_ep import autograd, backward_round, checks, states
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.config import CommunicationConfig
@@ -40,7 +40,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MoEEpDispatchResult:
-    """What one rank received. Views of library memory, valid until the matching combine.
+    """What one rank received. Views of library memory, valid until the matching combine; in grad
+    mode, where autograd may keep them, copies, with zeros in rows without a token.
 
     With R = ep_size, tpr = tokens_per_rank, rows `[s * tpr, (s + 1) * tpr)` come from source rank
     s: its tokens first, in ascending order, then rows without a token, whose ids are all
@@ -146,10 +147,10 @@ class MoEEpCommunication(abc.ABC):
         self._broken_by: str = "a call did not finish"
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
-        # For unquantised rows. A backend clears it whose combine has no room for gradients.
+        # Of unquantised rows. A backend whose combine has no room for them clears it.
         self._has_gradients: bool = self._row_format.value_dtypes == (params.token_dtype,)
-        self._recorded: autograd.Recorded | None = None
-        self._backward: autograd.Recorded | None = None
+        self._recorded: backward_round.RoutedRound | None = None
+        self._backward: backward_round.RoutedRound | None = None
 
     # ---------------------------------------------------------------- what users call
 
@@ -177,6 +178,11 @@ class MoEEpCommunication(abc.ABC):
         eplb_local_stats: Tensor | None = None,
     ) -> MoEEpDispatchResult:
         """Send every token once to each rank that owns at least one of its experts. Collective.
+
+        Differentiable in eager mode with respect to hidden_states, where rows are not quantised,
+        and topk_weights. Backward is collective, too: grad mode, and requires_grad of each
+        argument, must be the same on all ranks, also where n is 0, and all ranks run it. In grad
+        mode the result is copied; call inference under torch.no_grad().
 
         All tensors are on `device`; non-contiguous ones are legal. n may differ on every rank and
         round, 0 included.
@@ -214,11 +220,15 @@ class MoEEpCommunication(abc.ABC):
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """Bring the partial rows back to their source ranks and sum them. Collective.
 
+        Differentiable in eager mode with respect to expert_output. The output requires grad where
+        an input of the dispatch did, too, so that no rank's backward leaves the round out.
+
         expert_output: [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank,
             hidden_size] in `params.token_dtype` on `device`; row i belongs to received row i, rows
             without a token are never read.
         output: [n, hidden_size], same dtype and device, with memory of its own for each element;
-            written and returned when given, else a new tensor is returned.
+            written and returned when given, else a new tensor is returned. None in a round with
+            gradients.
 
         Every token's rows are added in float32 in ascending order of the owning rank and rounded
         once; a token that went nowhere is exact +0.0, a NaN is the dtype's canonical quiet NaN.
@@ -234,8 +244,8 @@ class MoEEpCommunication(abc.ABC):
     def get_combine_input_buffer(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return library memory for the expert output; handing it to combine saves a copy.
 
-        [ep_size * tokens_per_rank, hidden_size], or None where a backend has none. Only between
-        dispatch and combine.
+        [ep_size * tokens_per_rank, hidden_size], or None where a backend has none or an input of
+        the dispatch requires grad. Only between dispatch and combine.
 
         dtype: `params.token_dtype`, or None for it.
         """
@@ -392,7 +402,7 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
         if self._state == states.IN_BACKWARD:
-            autograd.close_left_open(self)
+            backward_round.close_left_open(self)
         self._require(states.IDLE, "dispatch")
         tokens_per_rank = checks.check_dispatch(
             self.params,
@@ -443,7 +453,7 @@ class MoEEpCommunication(abc.ABC):
             expert_output=expert_output,
             output=output,
         )
-        return self._attempt(
+        combined = self._attempt(
             self._combine,
             rows,
             num_tokens=self._num_tokens,
@@ -453,12 +463,13 @@ class MoEEpCommunication(abc.ABC):
             before=states.DISPATCHED,
             after=states.IDLE,
         )
+        self._recorded = None
+        return combined
 
     def _attempt(
         self, hook: Callable[..., Result], *args: Any, before: str, after: str, **kwargs: Any
     ) -> Result:
-        """Return what a hook returns, in state `after`; in state `before` if it exchanged nothing.
-        """
+        """Return what a hook returns, in state `after`; `before` if it has exchanged nothing."""
         # Broken until the hook returns: an interrupt leaves the peers in another round.
         self._state = states.BROKEN
         try:

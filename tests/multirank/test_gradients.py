@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_ep import (
     BootstrapConfig,
     MoEEpCommParams,
     MoEEpCommunication,
     MoEEpConfigError,
+    MoEEpInputError,
     MoEEpStateError,
     MoEEpTimeoutError,
     QuantFormat,
@@ -395,6 +397,16 @@ def test_wrong_ids_and_statistics_are_recorded_once() -> None:
         comm.check()
 
 
+def test_a_backward_does_not_raise_for_wrong_ids_again(comm: MoEEpCommunication) -> None:
+    x = needing_grad(ROWS)
+    received = comm.dispatch(x, torch.tensor([[0, 6, -1], [1000, 7, 6]]))
+    with pytest.raises(MoEEpInputError, match=r"token 0, slot 1: 6"):
+        comm.combine(received.hidden_states)
+    received.hidden_states.sum().backward()
+    assert _of(x.grad)[:, 0].tolist() == [1, 0]
+    comm.check()
+
+
 def test_a_second_derivative_is_refused(comm: MoEEpCommunication) -> None:
     x = needing_grad(ROWS)
     y = comm.combine(comm.dispatch(x, IDS).hidden_states ** 2)
@@ -492,3 +504,65 @@ def test_rows_too_narrow_for_a_gradient_of_the_weights_are_named() -> None:
         comm.combine(comm.dispatch(x, IDS, WEIGHTS).hidden_states).sum().backward()
         assert x.grad is not None
         assert x.grad.flatten().tolist() == [1, 1]
+
+
+def layer(comm: MoEEpCommunication, x: Tensor, weights: Tensor) -> Tensor:
+    received = comm.dispatch(x, IDS, weights)
+    assert received.topk_weights is not None
+    return comm.combine(received.hidden_states * received.topk_weights.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("weights_need_grad", "rounds"), [(False, 1), (True, 2)])
+def test_the_backward_of_a_layer_is_one_round_and_one_for_the_weights(
+    comm: MoEEpCommunication,
+    monkeypatch: pytest.MonkeyPatch,
+    weights_need_grad: bool,
+    rounds: int,
+) -> None:
+    y = layer(comm, needing_grad(ROWS), WEIGHTS.clone().requires_grad_(weights_need_grad))
+    calls: list[str] = []
+    for name in ("_dispatch", "_combine"):
+        hook = getattr(comm, name)
+
+        def counted(*args: Any, name: str = name, hook: Any = hook, **kwargs: Any) -> Any:
+            calls.append(name)
+            return hook(*args, **kwargs)
+
+        monkeypatch.setattr(comm, name, counted)
+    y.sum().backward()
+    assert calls == ["_dispatch", "_combine"] * rounds
+
+
+def test_a_checkpoint_around_dispatch_alone_is_refused(comm: MoEEpCommunication) -> None:
+    x = needing_grad(ROWS)
+
+    def dispatched_and_squared(x: Tensor) -> Tensor:
+        return comm.dispatch(x, IDS).hidden_states ** 2
+
+    y = comm.combine(checkpoint(dispatched_and_squared, x, use_reentrant=False))
+    with pytest.raises(MoEEpStateError, match="backward while a round is open"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["x", "w"])
+def test_compiled_gradients_are_refused_and_an_eager_layer_is_right_in_a_compiled_model(
+    comm: MoEEpCommunication, name: str
+) -> None:
+    def gradient(run: Callable[[MoEEpCommunication, Tensor, Tensor], Tensor]) -> Tensor:
+        x, w = ROWS.clone().requires_grad_(name == "x"), WEIGHTS.clone().requires_grad_(name == "w")
+        run(comm, x, w).square().sum().backward()
+        return _of(x.grad if name == "x" else w.grad)
+
+    eager_layer = torch.compiler.disable(layer)  # type: ignore[no-untyped-call]
+
+    def model(comm: MoEEpCommunication, x: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = eager_layer(comm, x * 2, w * 3)
+        return y * 4
+
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"requires grad, but gradients are for eager mode"):
+            gradient(torch.compile(layer, fullgraph=fullgraph, backend="aot_eager"))
+    torch._dynamo.reset()
+    got = gradient(torch.compile(model, backend="aot_eager"))
+    assert torch.equal(got, gradient(model))

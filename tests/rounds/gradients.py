@@ -1,9 +1,9 @@
 """What are the gradients of a model that exchanges tokens? Of a rank's own, and of all ranks at
 once with `moe_ep.reference` in place of the exchange.
 
-Both run the same `run_model`: it sees an exchange of lists, one entry for each rank that plays here.
-On a rank that is its own; the oracle plays all of them in one graph, and so computes in the defined
-order what every rank's `backward` must give, bit for bit.
+Both run the same `run_model`. It sees an exchange of lists, one entry for each rank that plays
+here: on a rank its own, in the oracle all of them, in one graph. So the oracle computes in the
+defined order what `backward` must give on every rank, bit for bit.
 """
 
 from __future__ import annotations
