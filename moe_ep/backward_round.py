@@ -180,11 +180,11 @@ def weight_columns_per_round(communication: MoEEpCommunication) -> int:
 def naming_backward_of(one: ForwardRound, call: str) -> Iterator[None]:
     try:
         yield
-    except MoEEpTimeoutError as error:
+    except (MoEEpConfigError, MoEEpTimeoutError) as error:
         said = (
             f"in the backward of {call}: {error} Every rank must run backward through the same "
             "dispatch and combine calls, in the same order, and requires_grad of each argument "
             "must be the same on all of them."
         )
-        one.communication._broken_by = said
-        raise MoEEpTimeoutError(said) from None
+        one.communication._broken_by = said  # if it is broken
+        raise type(error)(said) from None

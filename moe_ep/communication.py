@@ -344,7 +344,7 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
         """Exchange the tokens. Arguments are checked and may be non-contiguous; `tokens_per_rank`
-        is this round's.
+        is this round's. In a backward rows may be narrower than those of the dispatch format.
 
         Raises MoEEpConfigError after closing the round on all ranks if they disagree about it.
         """
@@ -361,7 +361,8 @@ class MoEEpCommunication(abc.ABC):
     ) -> Tensor:
         """Return the sums [num_tokens, hidden_size]: `output` with them in it, if it is given.
 
-        expert_output: checked, [ep_size * tokens_per_rank, hidden_size], may be non-contiguous.
+        expert_output: checked, [ep_size * tokens_per_rank, hidden_size], may be non-contiguous. In
+            a backward also narrower, and float32: the sums are of its width and dtype.
         output: checked, no element of it shares memory with another; may be non-contiguous, and may
             overlap `expert_output`.
 

@@ -24,7 +24,7 @@ from moe_ep import (
     QuantFormat,
     create_communication,
 )
-from tests.backends import Backend, every_backend, naming_silent_peers, on_each
+from tests.backends import Backend, every_backend, naming_silent_peers, on_each, on_the_cpu
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
@@ -147,6 +147,7 @@ def test_every_way_to_come_to_a_backward(
         of(19, losses=("rows", "nothing")),
         of(20, backwards=2, layers=2),
         of(21, backwards=3, retain=True, layers=2),
+        of(23, backwards=3, interleaved=True, layers=2),
         of(22, backwards=2, grads=("gates",), skips=False, retain=True, layers=2),
     ]
     check_training(ranks, backend, device, trainings)
@@ -303,6 +304,35 @@ def test_a_rank_without_backward_is_named_by_its_peers(
     if device == "cpu":  # a GPU records it, and a later call raises it
         assert said.startswith("in the backward of combine: rank 0 waited"), said
         assert "Every rank must run backward through the same dispatch and combine calls" in said
+
+
+@torch.enable_grad()
+def want_gradients_on_one_rank(context: RankContext, backend: str) -> list[str]:
+    """Body: only rank 0's weights require grad. The other's next round meets its backward."""
+    said = []
+    with create(context, SMALL, backend) as communication:
+        x = torch.ones(2, 5, device=communication.device, requires_grad=True)
+        weights = torch.ones(2, 3, device=communication.device, requires_grad=context.rank == 0)
+        ids = torch.tensor([[0, 5, -1]] * 2, device=communication.device)
+        y = communication.combine(communication.dispatch(x, ids, weights).hidden_states)
+        for call in (y.sum().backward, lambda: communication.dispatch(x, ids, weights)):
+            try:
+                call()
+            except MoEEpConfigError as raised:
+                said.append(str(raised))
+                break
+    return said
+
+
+@on_the_cpu  # on a GPU a later combine raises it
+def test_ranks_that_disagree_about_requires_grad_are_told(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    body = {"backend": backend.name}
+    (first,), (second,) = ranks(2, want_gradients_on_one_rank, device=device, **body)
+    assert first.startswith("in the backward of dispatch: the ranks")
+    assert "requires_grad of each argument must be the same" in first
+    assert "rank 0: 4; rank 1: 20" in second or "payload row bytes 20" in second
 
 
 # ---------------------------------------------------------------- one rank, in this process

@@ -34,7 +34,8 @@ class Training:
         gradient), "transposed" (one whose rows are not dense), "rows" (of the last layer only the
         received rows count), "nothing" (backward runs, and everything is zero).
     skips: whether experts without a token return zeros that hang on nothing.
-    backwards: passes whose gradients are accumulated. retain: in one graph.
+    backwards: passes whose gradients are accumulated. retain: in one graph. interleaved: with all
+        forward passes first, as microbatches in a pipeline.
     checkpointed: None, or use_reentrant of the activation checkpointing of each layer.
     """
 
@@ -47,6 +48,7 @@ class Training:
     skips: bool = True
     backwards: int = 1
     retain: bool = False
+    interleaved: bool = False
     checkpointed: bool | None = None
     tokens_per_rank: int | None = None
     active_ranks: tuple[int, ...] | None = None
@@ -256,9 +258,11 @@ def run_model(one: Training, exchange: Exchange) -> list[Trained]:
         ]
         return torch.stack(losses).sum(), ys
 
+    waiting = [forward() for _ in range(one.backwards if one.interleaved else 1)]
     for index in range(one.backwards):
-        if index == 0 or not one.retain:
-            loss, outputs = forward()
+        if index > 0 and not (one.retain or one.interleaved):
+            waiting.append(forward())
+        loss, outputs = waiting[0 if one.retain else index]
         loss.backward(retain_graph=one.retain)
     return [
         Trained(
