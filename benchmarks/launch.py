@@ -76,7 +76,7 @@ def _rank_main(
         rank=rank,
         world_size=launch.ranks,
     )
-    with SpinBarrier(folder / "barrier", rank, launch.ranks) as spin:
+    with SpinBarrier(folder / "barrier", rank, launch.ranks) as spin, torch.no_grad():
         place = Place(rank, launch.ranks, device, launch.gpus, spin)
         result = body(place)
         place.barrier()

@@ -220,10 +220,19 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
     if not torch.compiler.is_compiling() and value.is_neg():
         raise TypeError(f"{name} must hold its values, got a negated view: pass resolve_neg().")
     if value.requires_grad and torch.is_grad_enabled():
-        raise MoEEpConfigError(
-            f"{name} requires grad, and this communication does not propagate gradients: "
-            f"call it under torch.no_grad(), or pass {name}.detach()."
+        raise MoEEpConfigError(f"{name} requires grad, {_no_gradient(name)}")
+
+
+def _no_gradient(name: str) -> str:
+    if torch.compiler.is_compiling():
+        return (
+            "but gradients are for eager mode: call the layer in a function under "
+            "torch.compiler.disable, or compile it under torch.no_grad()."
         )
+    return (
+        "but there are no gradients with quantised rows or a low-precision combine, and none for "
+        f"`output`: call it under torch.no_grad(), or pass {name}.detach()."
+    )
 
 
 def _check_dtype(

@@ -12,14 +12,15 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from moe_ep import checks
+from moe_ep import autograd, backward_round, checks
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend, as_comm_backend, group_behind
 from moe_ep.config import CommunicationConfig
@@ -37,6 +38,8 @@ from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_f
 from moe_ep.params import MoEEpCommParams, expert_partition
 from moe_ep.workspace_sharing import move
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
+
+Result = TypeVar("Result")
 
 
 class MoEEpCommunication(abc.ABC):
@@ -121,6 +124,9 @@ class MoEEpCommunication(abc.ABC):
         self._process: Final[int] = os.getpid()
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
+        # Of unquantised rows. A backend whose combine has no room for them clears it.
+        self._has_gradients: bool = self._row_format.value_dtypes == (params.token_dtype,)
+        self._recorded: backward_round.RoutedRound | None = None
         self._enter(Workspace(comm, self.ep_rank, self.ep_size))
 
     def _enter(self, workspace: Workspace) -> None:
@@ -160,6 +166,11 @@ class MoEEpCommunication(abc.ABC):
     ) -> MoEEpDispatchResult:
         """Send every token once to each rank that owns at least one of its experts. Collective.
 
+        Differentiable in eager mode with respect to hidden_states, where rows are not quantised,
+        and topk_weights. Backward is collective, too: grad mode, and requires_grad of each
+        argument, must be the same on all ranks, also where n is 0, and all ranks run it. In grad
+        mode the result is copied; call inference under torch.no_grad().
+
         All tensors are on `device`; non-contiguous ones are legal. n may differ on every rank and
         round, 0 included.
 
@@ -196,11 +207,15 @@ class MoEEpCommunication(abc.ABC):
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """Bring the partial rows back to their source ranks and sum them. Collective.
 
+        Differentiable in eager mode with respect to expert_output. The output requires grad where
+        an input of the dispatch did, too, so that no rank's backward leaves the round out.
+
         expert_output: [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank,
             hidden_size] in `params.token_dtype` on `device`; row i belongs to received row i, rows
             without a token are never read.
         output: [n, hidden_size], same dtype and device, with memory of its own for each element;
-            written and returned when given, else a new tensor is returned.
+            written and returned when given, else a new tensor is returned. None in a round with
+            gradients.
 
         Every token's rows are added in float32 in ascending order of the owning rank and rounded
         once; a token that went nowhere is exact +0.0, a NaN is the dtype's canonical quiet NaN.
@@ -216,15 +231,20 @@ class MoEEpCommunication(abc.ABC):
     def get_combine_input_buffer(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return library memory for the expert output; handing it to combine saves a copy.
 
-        [ep_size * tokens_per_rank, hidden_size], or None where a backend has none. Only between
-        dispatch and combine.
+        [ep_size * tokens_per_rank, hidden_size], or None where a backend has none or an input of
+        the dispatch requires grad. Only between dispatch and combine.
 
         dtype: `params.token_dtype`, or None for it.
         """
         self._require(DISPATCHED, "get_combine_input_buffer")
         if dtype is not None:
             checks.check_combine_input_dtype("dtype", self.params, dtype)
-        return self._combine_input_buffer()
+        if self._recorded is not None and self._recorded.link is not None:
+            return None  # the experts' last step may save what it writes
+        buffer = self._combine_input_buffer()
+        # Detached, so that a tensor that requires grad, written into it, does not drag the whole
+        # workspace into the graph.
+        return buffer if buffer is None else buffer.detach()
 
     def permute_to_experts(
         self, result: MoEEpDispatchResult, *, alignment: int = 1, max_rows: int | None = None
@@ -322,6 +342,7 @@ class MoEEpCommunication(abc.ABC):
         Raises MoEEpStateError after destroy and in a forked process, on the rank alone.
         """
         self._require_present("checkpoint_prepare")
+        backward_round.close_left_open(self)
         with self._on_stream():
             self._shared.prepare(self.check)
 
@@ -414,7 +435,7 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
         """Exchange the tokens. Arguments are checked and may be non-contiguous; `tokens_per_rank`
-        is this round's.
+        is this round's. In a backward rows may be narrower than those of the dispatch format.
 
         Raises MoEEpConfigError after closing the round on all ranks if they disagree about it.
         """
@@ -431,7 +452,8 @@ class MoEEpCommunication(abc.ABC):
     ) -> Tensor:
         """Return the sums [num_tokens, hidden_size]: `output` with them in it, if it is given.
 
-        expert_output: checked, [ep_size * tokens_per_rank, hidden_size], may be non-contiguous.
+        expert_output: checked, [ep_size * tokens_per_rank, hidden_size], may be non-contiguous. In
+            a backward also narrower, and float32: the sums are of its width and dtype.
         output: checked, no element of it shares memory with another; may be non-contiguous, and may
             overlap `expert_output`.
 
@@ -459,6 +481,7 @@ class MoEEpCommunication(abc.ABC):
 
     # ---------------------------------------------------------------- the state machine
 
+    @autograd.records_dispatch
     def _run_dispatch(
         self,
         hidden_states: Tensor,
@@ -470,6 +493,7 @@ class MoEEpCommunication(abc.ABC):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
+        backward_round.close_left_open(self)
         self._require(IDLE, "dispatch")
         tokens_per_rank = checks.check_dispatch(
             self.params,
@@ -485,27 +509,24 @@ class MoEEpCommunication(abc.ABC):
             runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
             eplb_local_stats=eplb_local_stats,
         )
-        # Broken until the hook returns: an interrupt leaves the peers in another round.
-        shared = self._shared
-        shared.state = BROKEN
-        try:
-            result = self._dispatch(
-                hidden_states,
-                topk_ids,
-                topk_weights,
-                hidden_states_scale=hidden_states_scale,
-                tokens_per_rank=tokens_per_rank,
-                eplb_local_stats=eplb_local_stats,
-                active_rank_mask=active_rank_mask,
-            )
-        except Exception as exc:
-            self._settle(exc, IDLE)
+        result = self._attempt(
+            self._dispatch,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            tokens_per_rank=tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+            before=IDLE,
+            after=DISPATCHED,
+        )
         self._num_tokens = hidden_states.shape[0]
         self._tokens_per_rank = tokens_per_rank
-        self._in_round = True
-        shared.state = DISPATCHED
+        self._recorded = None
         return result
 
+    @autograd.records_combine
     def _run_combine(
         self,
         expert_output: Tensor,
@@ -523,20 +544,33 @@ class MoEEpCommunication(abc.ABC):
             expert_output=expert_output,
             output=output,
         )
-        self._shared.state = BROKEN
-        try:
-            combined = self._combine(
-                rows,
-                num_tokens=self._num_tokens,
-                tokens_per_rank=self._tokens_per_rank,
-                output=output,
-                active_rank_mask=active_rank_mask,
-            )
-        except Exception as exc:
-            self._settle(exc, DISPATCHED)
-        self._in_round = False
-        self._shared.state = IDLE
+        combined = self._attempt(
+            self._combine,
+            rows,
+            num_tokens=self._num_tokens,
+            tokens_per_rank=self._tokens_per_rank,
+            output=output,
+            active_rank_mask=active_rank_mask,
+            before=DISPATCHED,
+            after=IDLE,
+        )
+        self._recorded = None
         return combined
+
+    def _attempt(
+        self, hook: Callable[..., Result], *args: Any, before: str, after: str, **kwargs: Any
+    ) -> Result:
+        """Return what a hook returns, in state `after`; `before` if it has exchanged nothing."""
+        # Broken until the hook returns: an interrupt leaves the peers in another round.
+        shared = self._shared
+        shared.state = BROKEN
+        try:
+            result = hook(*args, **kwargs)
+        except Exception as exc:
+            self._settle(exc, before)
+        self._in_round = after != IDLE
+        shared.state = after
+        return result
 
     def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
         """Raise what a hook's exception means and set the state that it leaves behind."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MoEEpDispatchResult:
-    """What one rank received. Views of library memory, valid until the matching combine.
+    """What one rank received. Views of library memory, valid until the matching combine; in grad
+    mode, where autograd may keep them, copies, with zeros in rows without a token.
 
     With R = ep_size, tpr = tokens_per_rank, rows `[s * tpr, (s + 1) * tpr)` come from source rank
     s: its tokens first, in ascending order, then rows without a token, whose ids are all

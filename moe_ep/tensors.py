@@ -12,7 +12,10 @@ from moe_ep.errors import MoEEpInputError, stands_for
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """Return the tensor with rows of adjacent elements; the rows themselves may lie anywhere."""
-    return tensor if tensor.shape[1] <= 1 or tensor.stride(1) == 1 else tensor.contiguous()
+    if tensor.shape[1] <= 1 or tensor.stride(1) == 1:
+        return tensor
+    # Not contiguous(): it takes a tensor without rows as it is, whatever its strides.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def fill_with_sums(output: Tensor, combine_into: Callable[[Tensor], None]) -> None:

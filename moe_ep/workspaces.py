@@ -7,7 +7,7 @@ that is gathered over the group, so that all go on or all raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 from weakref import WeakSet
 
 from torch import Tensor
@@ -16,10 +16,14 @@ from moe_ep.collectives import CommBackend, agree, attempt, by_rank
 from moe_ep.errors import MoEEpConfigError, MoEEpError, MoEEpStateError
 from moe_ep.symmetric_memory import SymmetricMemory
 
-# States: idle -> dispatched -> idle -> ..., idle -> released -> idle; broken is final. Strings,
-# which dynamo can guard on.
+if TYPE_CHECKING:
+    from moe_ep.backward_round import RoutedRound
+
+# States: idle -> dispatched -> idle -> ..., in a backward idle -> in_backward -> idle, and
+# idle -> released -> idle; broken is final. Strings, which dynamo can guard on.
 IDLE: Final = "idle"
 DISPATCHED: Final = "dispatched"
+IN_BACKWARD: Final = "in_backward"
 RELEASED: Final = "released"
 BROKEN: Final = "broken"
 
@@ -34,6 +38,7 @@ class Workspace:
 
     state: of all of them; the compiled path reads and writes it, hence a plain attribute.
     broken_by, remedy: once it is broken, why, and what to do.
+    backward: the round that is open in a backward, in that state.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Workspace:
         self.state: str = IDLE
         self.broken_by: str = _INTERRUPTED
         self.remedy: str = "destroy it and re-create it on all ranks"
+        self.backward: RoutedRound | None = None
         self._initialize = initialize
         self._forget = forget
         # Weak: a communication may be dropped without destroy, and then does not count.
@@ -93,7 +99,7 @@ class Workspace:
         that round, and only its combine could end it.
         """
         self._members.discard(member)
-        if self.state == DISPATCHED and in_round:
+        if self.state in (DISPATCHED, IN_BACKWARD) and in_round:
             self._break(
                 "a communication that shared its workspace was destroyed between dispatch and "
                 "combine."

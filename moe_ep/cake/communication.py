@@ -94,6 +94,7 @@ class CakeAlltoAll(MoEEpCommunication):
         self._timeout_sec = config.timeout_sec
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
+        self._has_gradients &= not self._low_precision
         self._cuda_index = self.device.index if self.device.type == "cuda" else None
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
         self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
@@ -250,7 +251,7 @@ class CakeAlltoAll(MoEEpCommunication):
 
                 fill_with_sums(output, combine_into)
                 return output
-            what = (num_tokens, tokens_per_rank, self.params.hidden_size, self.params.token_dtype)
+            what = (num_tokens, tokens_per_rank, rows.shape[1], rows.dtype)
             how = (self._timeout_sec, self._enable_pdl, self._low_precision)
             combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, *how)
             return combined

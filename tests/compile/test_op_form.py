@@ -88,6 +88,7 @@ def inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, torch.rand(num_tokens, TOP_K, generator=random)
 
 
+@torch.enable_grad()
 def compiled_equals_eager(
     context: RankContext, backend: str, pattern: str, tokens: list[int], **options: bool
 ) -> int:
@@ -143,6 +144,7 @@ def a_clone_of_the_workspace(context: RankContext) -> str:
         return "accepted"
 
 
+@torch.enable_grad()
 def compiled_without_inductor(context: RankContext, backend: str) -> str:
     """aot_eager clones what an op mutates; the clone must be readable, and be refused."""
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)

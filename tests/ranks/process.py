@@ -192,7 +192,9 @@ def run(
         body = wire.find(module, qualname)
         own_device = devices.enter(device, rank, size)
         group = None if groups is None else groups.of(size, device)
-        value = body(RankContext(rank, size, group, own_device), **kwargs)
+        # Grad mode off, as in inference: there dispatch returns views of the workspace.
+        with torch.no_grad():
+            value = body(RankContext(rank, size, group, own_device), **kwargs)
         if own_device != devices.CPU:
             torch.cuda.synchronize()  # a fault of the device is this body's, and not the next one's
         return wire.dumps(("value", value))

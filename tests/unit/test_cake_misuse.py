@@ -38,7 +38,8 @@ SUMS = torch.where((IDS >= 0).any(1, keepdim=True), ROWS, 0.0)
 
 @pytest.fixture
 def comm() -> Iterator[MoEEpCommunication]:
-    with create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake") as made:
+    made = create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake")
+    with made, torch.no_grad():  # where dispatch returns views of the workspace
         yield made
 
 
@@ -111,6 +112,16 @@ def test_other_captures_do_not_concern_it(
         # It gets as far as the arguments, which are not on a GPU.
         with pytest.raises(MoEEpConfigError, match="hidden_states"):
             comm.dispatch(ROWS, IDS)
+    assert_a_round_is_right(comm)
+
+
+@pytest.mark.parametrize("strides", [(0, 0), (1, 0), (1, 7)])
+def test_no_tokens_may_come_with_any_strides(
+    comm: MoEEpCommunication, strides: tuple[int, int]
+) -> None:
+    received = comm.dispatch(ROWS.as_strided((0, HIDDEN), strides), IDS[:0])
+    assert received.recv_token_counts.tolist() == [0]
+    assert comm.combine(received.hidden_states).shape == (0, HIDDEN)
     assert_a_round_is_right(comm)
 
 
