@@ -237,6 +237,41 @@ def test_a_backward_that_leaves_a_round_open_is_closed_by_the_next(
 
 
 @torch.enable_grad()
+def train_two_objects(context: RankContext, backend: str) -> list[Tensor]:
+    """Body: two layers, with an object each or one for both; a backward that leaves a round open
+    on the one object, and goes on with the other. Returns the gradients of each way.
+    """
+    params = MoEEpCommParams(6, 2, 8, 16, torch.float32)
+    g = torch.Generator().manual_seed(context.rank)
+    ids = torch.randint(0, 6, (5, 2), generator=g).to(context.device)
+    grads = []
+    with create(context, params, backend) as one, create(context, params, backend) as other:
+        for layers in ((one, one), (one, other)):
+            x = torch.ones(5, 16, device=context.device, requires_grad=True)
+            gates = [
+                torch.full((), gate, device=x.device, requires_grad=True) for gate in (2.0, 3.0)
+            ]
+            y = x
+            for layer, gate in zip(layers, gates, strict=True):
+                y = layer.combine(layer.dispatch(y, ids).hidden_states * gate)
+            grads += torch.autograd.grad(y.sum(), gates[1:], retain_graph=True)
+            with torch.no_grad():
+                layers[0].combine(layers[0].dispatch(x, ids).hidden_states)
+            grads += torch.autograd.grad(y.sum(), [x, *gates])
+    return [grad.cpu() for grad in grads]
+
+
+@every_backend
+def test_objects_that_share_a_workspace_go_back_in_turn(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    for grads in ranks(2, train_two_objects, device=device, backend=backend.name):
+        half = len(grads) // 2
+        for got, wanted in zip(grads[half:], grads[:half], strict=True):
+            assert_same_bits(got, wanted, rank=0, what="gradient")
+
+
+@torch.enable_grad()
 def leave_combine_out(context: RankContext, backend: str) -> str:
     """Body: the loss of rank 0 has no output of combine in it."""
     said = ""
