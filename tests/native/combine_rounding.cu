@@ -286,6 +286,7 @@ bool check() {
 }  // namespace moe_ep::cake
 
 int main() {
+  using moe_ep::RowType;
   using namespace moe_ep::cake;
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
