@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_ep.backward_round import (
     ForwardRound,
@@ -50,6 +49,7 @@ from moe_ep.backward_round import (
     open_round,
     weight_columns_per_round,
 )
+from moe_ep.derivatives import differentiable_once
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.workspaces import DISPATCHED
 
@@ -79,6 +79,9 @@ def records_dispatch(run: Call) -> Call:
         rows_need_grad, weights_need_grad = map(_requires_grad, (hidden_states, topk_weights))
         if rows_need_grad or weights_need_grad:
             _require_usual_stream(self)
+            _refuse_inference_tensors(
+                topk_ids=topk_ids, active_rank_mask=options.get("active_rank_mask")
+            )
         if weights_need_grad:
             weight_columns_per_round(self)
         with torch.no_grad():
@@ -87,7 +90,8 @@ def records_dispatch(run: Call) -> Call:
                 result = _copy_of(result)
         mask = options.get("active_rank_mask")
         sizes = (hidden_states.shape[0], result.tokens_per_rank)
-        one = ForwardRound(self, *sizes, rows_need_grad, weights_need_grad)
+        has_weights = topk_weights is not None
+        one = ForwardRound(self, *sizes, has_weights, rows_need_grad, weights_need_grad)
         link = None
         if one.has_dispatch_node:
             rows, weights, link = _Dispatch.apply(
@@ -163,7 +167,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, weights, torch.empty(0, device=rows.device)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(
         ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None, _link: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -207,7 +211,7 @@ class _Combine(torch.autograd.Function):
         return combined
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         # First of all: a checkpoint recomputes here, and plays the forward round again.
         topk_ids, mask = ctx.saved_tensors
@@ -233,6 +237,15 @@ def _copy_of(result: MoEEpDispatchResult) -> MoEEpDispatchResult:
         eplb_gathered_stats=None if stats is None else stats.clone(),
         recv_token_counts=result.recv_token_counts.clone(),
     )
+
+
+def _refuse_inference_tensors(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_inference():
+            raise MoEEpConfigError(
+                f"{name} must not be made in inference mode in a round with gradients, where it is "
+                "saved for backward: pass a clone()."
+            )
 
 
 def _can_record(communication: MoEEpCommunication) -> bool:

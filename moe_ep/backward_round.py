@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError
-from moe_ep.workspaces import IDLE, IN_BACKWARD
+from moe_ep.workspaces import DISPATCHED, IDLE, IN_BACKWARD
 
 if TYPE_CHECKING:
     from moe_ep.communication import MoEEpCommunication
@@ -26,12 +26,14 @@ class ForwardRound:
     """What both nodes of a forward round share. Tensors are not in it: autograd saves them, and
     activation checkpointing may drop and recompute them.
 
+    has_weights: whether dispatch was given topk_weights.
     rows_need_grad, weights_need_grad: whether hidden_states and topk_weights required grad.
     """
 
     communication: MoEEpCommunication
     num_tokens: int
     tokens_per_rank: int
+    has_weights: bool
     rows_need_grad: bool
     weights_need_grad: bool
 
@@ -81,6 +83,12 @@ def open_round(wanted: RoutedRound, grad_output: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         raise MoEEpStateError("the backward of dispatch and combine cannot be compiled.")
     close_left_open(communication)
+    if communication._shared.state == DISPATCHED:
+        raise MoEEpStateError(
+            "backward while a round is open: call combine before backward. Where activation "
+            "checkpointing has just recomputed the dispatch, its combine must be in the same "
+            "checkpointed region."
+        )
     communication._require(IDLE, "backward")
     # The forward pass has recorded the ids of no expert; here they are padding.
     ids = wanted.topk_ids
@@ -107,32 +115,38 @@ def close_round(
     assert pending is not None
     one, communication = pending.round, pending.round.communication
     params, communication._shared.backward = communication.params, None
-    travelling: list[Tensor] = []
-    if one.rows_need_grad:
-        filled = one.rows_of(fill, params.hidden_size, params.token_dtype)
-        travelling.append(filled if grad_rows is None else grad_rows)
+    # Wanted or not: ranks that differ in what requires grad must not exchange rows of other widths,
+    # and a peer that wants what this rank has not computed gets NaN.
+    missing = fill if one.rows_need_grad else float("nan")
+    filled = one.rows_of(missing, params.hidden_size, params.token_dtype)
+    travelling = [filled if grad_rows is None or not one.rows_need_grad else grad_rows]
     if one.weights_need_grad:
         filled = one.rows_of(fill, params.top_k, torch.float32)
         weights = filled if grad_weights is None else grad_weights
         travelling.extend(torch.split(weights, weight_columns_per_round(communication), dim=1))
-    if not travelling:  # only combine was recorded; its round must end
-        travelling.append(one.rows_of(fill, 1, params.token_dtype))
     returned = []
     for index, rows in enumerate(travelling):
         if index > 0:
             _dispatch(pending, one.zero_tokens(1))
         returned.append(_combine(pending, rows))
-    grad_hidden = returned.pop(0) if one.rows_need_grad else None
-    return grad_hidden, torch.cat(returned, dim=1) if one.weights_need_grad else None
+    grad_hidden = returned.pop(0)
+    grads = torch.cat(returned, dim=1) if one.weights_need_grad else None
+    return grad_hidden if one.rows_need_grad else None, grads
 
 
 def _dispatch(pending: RoutedRound, rows: Tensor) -> MoEEpDispatchResult:
-    communication = pending.round.communication
+    one, communication = pending.round, pending.round.communication
+    # Weights that mean nothing, where the forward had none, and none where it had some: a rank that
+    # has left its backward out is in its next forward, and the ranks must see that they disagree.
+    weights = None
+    if not one.has_weights:
+        zero = torch.zeros((), dtype=torch.float32, device=communication.device)
+        weights = zero.expand(one.num_tokens, communication.params.top_k)
     return communication._attempt(
         communication._dispatch,
         rows,
         pending.topk_ids,
-        None,
+        weights,
         hidden_states_scale=None,
         tokens_per_rank=pending.round.tokens_per_rank,
         eplb_local_stats=None,
@@ -187,7 +201,8 @@ def naming_backward_of(one: ForwardRound, call: str) -> Iterator[None]:
         yield
     except (MoEEpConfigError, MoEEpTimeoutError) as error:
         said = (
-            f"in the backward of {call}: {error} Every rank must run backward through the same "
+            f"in the backward of {call}: {str(error).rstrip('.')}. Every rank must run backward "
+            "through the same "
             "dispatch and combine calls, in the same order, and requires_grad of each argument "
             "must be the same on all of them."
         )

@@ -333,7 +333,7 @@ class MoEEpCommunication(abc.ABC):
         MoEEpStateError, workspace_bytes is 0, and captured CUDA graphs must not be replayed. Views
         of library memory (what dispatch returned, combine input buffers) must not be touched: on
         the CPU a read of one ends the process with SIGSEGV, on CUDA it is a fault of the device.
-        destroy stays legal. torch_dist has no memory: there only the state changes.
+        destroy stays legal. torch_dist has no memory: there only the state of the object changes.
 
         Raises on all ranks together, with nothing released: MoEEpStateError in an open round (call
         combine first) or on a broken object; what the device has recorded, as `check` does.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe_ep.derivatives import differentiable_once
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 
@@ -188,7 +188,7 @@ class _ToExperts(torch.autograd.Function):
         return _rows_or_zeros(source, index, is_row)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (row_of_pick,) = ctx.saved_tensors
         return _sum_of_picks(grad, None, row_of_pick), None, None, None
@@ -204,7 +204,7 @@ class _FromExperts(torch.autograd.Function):
         return _sum_of_picks(rows, weights, row_of_pick)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weights, row_of_pick = ctx.saved_tensors
         grad_rows = grad_weights = None

@@ -100,10 +100,10 @@ class Workspace:
         """
         self._members.discard(member)
         if self.state in (DISPATCHED, IN_BACKWARD) and in_round:
-            self._break(
-                "a communication that shared its workspace was destroyed between dispatch and "
-                "combine."
-            )
+            where = "between dispatch and combine"
+            if self.state == IN_BACKWARD:
+                where = "when a backward had not come to its dispatch and so left a round open"
+            self._break(f"a communication that shared its workspace was destroyed {where}.")
         if not self._members:
             self.close()
 

@@ -24,6 +24,7 @@ from tests.backends import Backend, every_backend, naming_silent_peers, on_each,
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
+from tests.problems import Problem, expect, problem_of
 from tests.ranks import Outcome, RankContext
 from tests.rounds import create
 from tests.rounds.gradients import (
@@ -335,6 +336,56 @@ def test_a_rank_without_backward_is_named_by_its_peers(
     if device == "cpu":  # a GPU records it, and a later call raises it
         assert said.startswith("in the backward of combine: rank 0 waited"), said
         assert "Every rank must run backward through the same dispatch and combine calls" in said
+
+
+@torch.enable_grad()
+def want_gradients_of_other_things(context: RankContext, backend: str) -> list[float]:
+    """Body: rows require grad on rank 1 only, weights on both."""
+    with create(context, SMALL, backend) as communication:
+        x = torch.ones(2, 5, requires_grad=context.rank == 1)
+        weights = torch.ones(2, 3, requires_grad=True)
+        ids = torch.tensor([[0, 5, -1]] * 2)
+        y = communication.combine(communication.dispatch(x, ids, weights).hidden_states)
+        y.sum().backward()
+        assert weights.grad is not None
+        assert not weights.grad.any()
+        return [] if x.grad is None else x.grad[:, 0].tolist()
+
+
+@on_the_cpu
+def test_gradients_that_a_peer_has_not_computed_are_nan(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    body = {"backend": backend.name}
+    none, missed = ranks(2, want_gradients_of_other_things, device=device, **body)
+    assert none == []
+    assert [value != value for value in missed] == [True, True]  # rank 0 has not computed its part
+
+
+@torch.enable_grad()
+def skip_a_backward(context: RankContext, backend: str, with_weights: bool) -> Problem | None:
+    """Body: rank 0 leaves a backward out, and its next forward meets the other's backward."""
+    with create(context, SMALL, backend) as communication:
+        ids = torch.tensor([[0, 5, -1]] * 2)
+        weights = torch.ones(2, 3) if with_weights else None
+
+        def forward() -> Tensor:
+            gate = torch.ones((), requires_grad=True)
+            received = communication.dispatch(torch.ones(2, 5), ids, weights)
+            return communication.combine(received.hidden_states * gate)
+
+        y = forward()
+        return problem_of(forward if context.rank == 0 else y.sum().backward)
+
+
+@on_the_cpu  # on a GPU a later combine raises it
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_forward_is_not_taken_for_a_backward(
+    ranks: RunOnRanks, backend: Backend, device: str, with_weights: bool
+) -> None:
+    body = {"backend": backend.name, "with_weights": with_weights}
+    for problem in ranks(2, skip_a_backward, device=device, **body):
+        expect(problem, MoEEpConfigError, ["topk_weights"])
 
 
 @torch.enable_grad()

@@ -131,10 +131,20 @@ def test_a_backward_does_not_raise_for_wrong_ids_again(comm: MoEEpCommunication)
 
 def test_a_second_derivative_is_refused(comm: MoEEpCommunication) -> None:
     x = needing_grad(ROWS)
-    y = comm.combine(comm.dispatch(x, IDS).hidden_states ** 2)
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    y = x + comm.combine(comm.dispatch(x, IDS).hidden_states ** 2)
+    with pytest.raises(MoEEpStateError, match="second derivatives"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    y.sum().backward()  # what the other one left open is closed
+
+
+def test_ids_that_cannot_be_saved_are_refused_before_anything_is_sent(
+    comm: MoEEpCommunication,
+) -> None:
+    with torch.inference_mode():
+        ids = IDS.clone()
+    with pytest.raises(MoEEpConfigError, match="topk_ids must not be made in inference mode"):
+        comm.dispatch(needing_grad(ROWS), ids)
+    assert torch.equal(comm.combine(comm.dispatch(ROWS, ids).hidden_states), ROWS)
 
 
 def test_a_backward_in_an_open_round_is_refused(comm: MoEEpCommunication) -> None:

@@ -164,6 +164,16 @@ def test_gradients_are_those_of_the_plain_sums() -> None:
         torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-5)
 
 
+def test_second_derivatives_are_refused() -> None:
+    result = received(9, 4, dtype=torch.float32)
+    hidden = result.hidden_states.nan_to_num().requires_grad_()
+    given = MoEEpDispatchResult(**{**vars(result), "hidden_states": hidden})
+    permuted = permute_to_experts(given, FIRST, COUNT)
+    back = unpermute_from_experts(permuted.hidden_states.square(), permuted)
+    with pytest.raises(MoEEpStateError, match="second derivatives"):
+        torch.autograd.grad(back.square().sum(), hidden, create_graph=True)
+
+
 def test_weights_that_the_experts_apply_get_their_gradients() -> None:
     result = received(9, 4)
     assert result.topk_weights is not None
