@@ -43,19 +43,18 @@ from moe_ep.backward_round import (
     ForwardRound,
     RoutedRound,
     close_round,
-    has_token,
     naming_backward_of,
     open_in_backward,
     open_round,
     weight_columns_per_round,
 )
 from moe_ep.derivatives import differentiable_once
+from moe_ep.dispatch_result import MoEEpDispatchResult, rows_with_token
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.workspaces import DISPATCHED
 
 if TYPE_CHECKING:
     from moe_ep.communication import MoEEpCommunication
-    from moe_ep.dispatch_result import MoEEpDispatchResult
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -227,7 +226,8 @@ class _Combine(torch.autograd.Function):
 def _copy_of(result: MoEEpDispatchResult) -> MoEEpDispatchResult:
     """Return the result in memory of its own, zeros in rows without a token: the gradients of the
     experts' parameters are sums over all rows, and 0 * NaN would spoil them."""
-    filled, weights = has_token(result)[:, None], result.topk_weights
+    weights = result.topk_weights
+    filled = rows_with_token(result.recv_token_counts, result.tokens_per_rank)[:, None]
     stats = result.eplb_gathered_stats
     return replace(
         result,

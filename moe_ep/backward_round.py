@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_ep.dispatch_result import MoEEpDispatchResult, rows_with_token
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError
 from moe_ep.workspaces import DISPATCHED, IDLE, IN_BACKWARD
 
 if TYPE_CHECKING:
     from moe_ep.communication import MoEEpCommunication
-    from moe_ep.dispatch_result import MoEEpDispatchResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,8 @@ def open_round(wanted: RoutedRound, grad_output: Tensor | None) -> Tensor:
     result = _dispatch(pending, grad_output)
     communication._shared.backward = pending
     with communication._on_stream():
-        return torch.where(has_token(result)[:, None], result.hidden_states, 0)
+        has_token = rows_with_token(result.recv_token_counts, result.tokens_per_rank)
+        return torch.where(has_token[:, None], result.hidden_states, 0)
 
 
 def close_round(
@@ -174,12 +175,6 @@ def open_in_backward(communication: MoEEpCommunication) -> RoutedRound | None:
     """Return the round that a backward has open in the workspace, if any."""
     shared = communication._shared
     return shared.backward if shared.state == IN_BACKWARD else None
-
-
-def has_token(result: MoEEpDispatchResult) -> Tensor:
-    """Return [ep_size * tokens_per_rank] bool: the received rows with a token."""
-    counts = result.recv_token_counts
-    return (torch.arange(result.tokens_per_rank, device=counts.device) < counts[:, None]).flatten()
 
 
 def weight_columns_per_round(communication: MoEEpCommunication) -> int:

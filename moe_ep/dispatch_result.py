@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -33,3 +34,12 @@ class MoEEpDispatchResult:
     hidden_states_scale: Tensor | None
     eplb_gathered_stats: Tensor | None
     recv_token_counts: Tensor
+
+
+def rows_with_token(counts: Tensor, tokens_per_rank: int) -> Tensor:
+    """Return [R * tokens_per_rank] bool: the received rows that hold a token.
+
+    counts: [R], as recv_token_counts.
+    """
+    rows = torch.arange(tokens_per_rank, device=counts.device)
+    return (rows < counts.view(-1, 1)).flatten()

@@ -84,7 +84,7 @@ def permute_to_experts(
         expert_of_row=_entries(groups.expert_of_pick, pick, is_row, -1).int(),
         row_of_pick=groups.row_of_pick,
         pick_weights=weights,
-        is_incomplete=groups.is_incomplete if room < most else None,
+        is_incomplete=groups.is_incomplete(num_local_experts) if room < most else None,
     )
 
 
@@ -142,7 +142,6 @@ class _Groups:
     expert_of_pick: Tensor
     row_of_pick: Tensor
     pick_of_row: Tensor
-    is_incomplete: Tensor
 
     @classmethod
     def of(
@@ -172,8 +171,12 @@ class _Groups:
             expert_of_pick=expert,
             row_of_pick=row_of_pick,
             pick_of_row=pick_of_row,
-            is_incomplete=(is_local & (row_of_pick == room)).any(1),
         )
+
+    def is_incomplete(self, num_experts: int) -> Tensor:
+        """Return [N] bool: a local pick of the row has none of the M rows."""
+        is_local = self.expert_of_pick.view(self.row_of_pick.shape) < num_experts
+        return (is_local & (self.row_of_pick == self.pick_of_row.shape[0])).any(1)
 
 
 class _ToExperts(torch.autograd.Function):

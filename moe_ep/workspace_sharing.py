@@ -10,14 +10,22 @@ import os
 import secrets
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from torch import Tensor
+
+from moe_ep._native import FifoGeometry, Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend, agree, by_rank, group_behind
+from moe_ep.config import CommunicationConfig
 from moe_ep.errors import MoEEpStateError
+from moe_ep.symmetric_memory import SymmetricMemory
 from moe_ep.workspaces import BROKEN, DISPATCHED, RELEASED, Workspace
 
 _IN_USE = (DISPATCHED, RELEASED)
+Layout = TypeVar("Layout", Geometry, FifoGeometry)
 
 # A process group is torch's, a comm_backend the user's: neither can hold something of ours. So the
 # workspaces of a group are found here, for as long as a communication holds them.
@@ -86,6 +94,44 @@ def join(
     made.group = group  # held, so that no other object gets its id
     _WORKSPACES[key] = made
     return made
+
+
+def join_memory(
+    bootstrap: BootstrapConfig,
+    comm: CommBackend,
+    config: CommunicationConfig,
+    layout: Layout,
+    *apart: Hashable,
+    initialize: Callable[[Tensor, Layout, int], None],
+    forget: Callable[[Tensor, Layout, int], None] | None = None,
+) -> Workspace:
+    """Return a backend's workspace for a communication, of shared memory, which others may have,
+    too. Collective.
+
+    apart: what else must be equal for communications to take turns.
+    initialize, forget: as of Workspace; called with the memory, the layout and the rank.
+    """
+
+    def make() -> Workspace:
+        memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
+        where = (memory.workspace, layout, bootstrap.rank)
+        return Workspace(
+            comm,
+            bootstrap.rank,
+            bootstrap.world_size,
+            memory,
+            initialize=partial(initialize, *where),
+            forget=None if forget is None else partial(forget, *where),
+        )
+
+    what = (
+        config.backend_name,
+        str(bootstrap.torch_device),
+        bootstrap.stream,  # rounds on several streams are not in order
+        *apart,
+        *layout.fields(),
+    )
+    return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
 
 
 def _look(comm: CommBackend, key: tuple[Hashable, ...]) -> tuple[Workspace | None, list[_Found]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from moe_ep import _native, ops
@@ -14,8 +12,7 @@ from moe_ep.cake.config import CakeAlltoAllConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
-from moe_ep.symmetric_memory import SymmetricMemory
-from moe_ep.workspace_sharing import group_of, join
+from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
 
 _MIN_CAPABILITY = (9, 0)
@@ -82,27 +79,16 @@ def join_workspace(
     bootstrap: BootstrapConfig, comm: CommBackend, config: CakeAlltoAllConfig, layout: Geometry
 ) -> Workspace:
     """Return the workspace of a communication, which others may have, too. Collective."""
-
-    def make() -> Workspace:
-        memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
-        where = (memory.workspace, layout, bootstrap.rank)
-        return Workspace(
-            comm,
-            bootstrap.rank,
-            bootstrap.world_size,
-            memory,
-            initialize=partial(kernels.initialize, *where),
-            forget=partial(kernels.forget, *where),
-        )
-
-    what = (
-        config.backend_name,
-        str(bootstrap.torch_device),
-        bootstrap.stream,  # rounds on several streams are not in order
-        config.enable_rank_mask,  # a rank that is masked off once is out of step for all objects
-        *layout.fields(),
+    apart = config.enable_rank_mask  # a rank that is masked off once is out of step for all objects
+    return join_memory(
+        bootstrap,
+        comm,
+        config,
+        layout,
+        apart,
+        initialize=kernels.initialize,
+        forget=kernels.forget,
     )
-    return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
 
 
 def _combine_bytes_per_token(params: MoEEpCommParams, config: CakeAlltoAllConfig) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from moe_ep._native import FifoGeometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
@@ -13,8 +11,7 @@ from moe_ep.limits import MAX_EP_SIZE
 from moe_ep.nvlink_two_sided import kernels
 from moe_ep.nvlink_two_sided.config import NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams
-from moe_ep.symmetric_memory import SymmetricMemory
-from moe_ep.workspace_sharing import group_of, join
+from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
 
 # Deep enough that a small step fits, and few turns are taken between ranks that share cores; small
@@ -59,16 +56,4 @@ def join_workspace(
     layout: FifoGeometry,
 ) -> Workspace:
     """Return the workspace of a communication, which others may have, too. Collective."""
-
-    def make() -> Workspace:
-        memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
-        return Workspace(
-            comm,
-            bootstrap.rank,
-            bootstrap.world_size,
-            memory,
-            initialize=partial(kernels.initialize, memory.workspace, layout, bootstrap.rank),
-        )
-
-    what = (config.backend_name, str(bootstrap.torch_device), *layout.fields())
-    return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
+    return join_memory(bootstrap, comm, config, layout, initialize=kernels.initialize)

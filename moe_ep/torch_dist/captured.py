@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ep.dispatch_result import MoEEpDispatchResult
+from moe_ep.dispatch_result import MoEEpDispatchResult, rows_with_token
 from moe_ep.errors import MoEEpStateError
 from moe_ep.torch_dist.fixed_size import (
     Places,
     pack_blocks,
     sum_by_places,
     unpack_blocks,
-    without_token,
 )
 from moe_ep.torch_dist.header import RoundHeader
 from moe_ep.torch_dist.records import as_bytes
@@ -90,14 +89,14 @@ class CapturedRounds:
         )
         assert got_rows is not None
         assert got_ids is not None
-        empty = without_token(counts, tokens_per_rank).view(-1, 1)
+        is_empty = ~rows_with_token(counts, tokens_per_rank).view(-1, 1)
         stats = None
         if eplb_local_stats is not None:
             to_each = as_bytes(eplb_local_stats.expand(self._ep_size, -1))
             stats = self._transport.exchange_blocks(to_each).view(torch.int32)
         result = MoEEpDispatchResult(
             hidden_states=got_rows,
-            topk_ids=got_ids.masked_fill(empty, self._invalid_expert_id),
+            topk_ids=got_ids.masked_fill(is_empty, self._invalid_expert_id),
             topk_weights=got_weights,
             tokens_per_rank=tokens_per_rank,
             hidden_states_scale=got_scales,

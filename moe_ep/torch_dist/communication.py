@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -98,22 +98,22 @@ class TorchDistAlltoAll(MoEEpCommunication):
         active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
         with self._on_stream():
+            is_captured = self._is_captured()
+            if not is_captured:
+                self._epoch += 1
+                self._transport.start_call(self._epoch)
             header = self._header(
                 hidden_states, hidden_states_scale, topk_weights, tokens_per_rank, eplb_local_stats
             )
-            if self._is_captured():
+            if is_captured:
                 given = (hidden_states, hidden_states_scale, topk_ids, topk_weights)
                 result, self._open_round = self._captured.dispatch(header, given, eplb_local_stats)
                 return result
-            self._epoch += 1
-            self._transport.start_call(self._epoch)
             routing = route(
                 topk_ids, self._owners, self.ep_size, self.params.invalid_expert_id, self.ep_rank
             )
             columns = [hidden_states, hidden_states_scale, routing.ids, topk_weights]
-            recv_counts, stats = self._agree_on_round(
-                replace(header, epoch=self._epoch), routing, eplb_local_stats
-            )
+            recv_counts, stats = self._agree_on_round(header, routing, eplb_local_stats)
             records = self._transport.exchange_rows(
                 "dispatch",
                 pack([column for column in columns if column is not None], routing.tokens),

@@ -74,12 +74,6 @@ def unpack_blocks(
     return counts, received
 
 
-def without_token(counts: Tensor, tokens_per_rank: int) -> Tensor:
-    """Return [ep_size, tokens_per_rank] bool: the rows that no token came in."""
-    rows = torch.arange(tokens_per_rank, device=counts.device)
-    return rows >= counts.view(-1, 1)
-
-
 def sum_by_places(partials: Tensor, places: Places) -> Tensor:
     """Return [n, hidden_size] float32: the sums of the partial rows, in ascending order of ranks.
 
