@@ -184,8 +184,12 @@ def attempt(step: Callable[[], T]) -> T | Exception:
     try:
         return step()
     except Exception as error:
-        # Its frames hold memory and descriptors: they go now, not when the user drops the error.
-        traceback.clear_frames(error.__traceback__)
+        # Frames hold memory and descriptors, those of its causes, too: they go now, not when the
+        # user drops the error.
+        reason: BaseException | None = error
+        while reason is not None:
+            traceback.clear_frames(reason.__traceback__)
+            reason = reason.__cause__
         return error
 
 
