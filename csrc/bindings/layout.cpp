@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "cake/paths.h"
 #include "core/expert_partition.h"
 #include "core/geometry.h"
 #include "core/geometry_check.h"
@@ -17,6 +16,7 @@
 #include "core/rank_mask.h"
 #include "core/scale_layout.h"
 #include "core/workspace_layout.h"
+#include "one_sided/paths.h"
 #include "two_sided/geometry.h"
 #include "two_sided/layout.h"
 
@@ -137,7 +137,7 @@ void bind_layout(py::module_& m) {
       .value("LINEAR", ScaleLayout::kLinear)
       .value("SWIZZLE_128x4", ScaleLayout::kSwizzle128x4)
       .value("SWIZZLE_8x4", ScaleLayout::kSwizzle8x4);
-  m.def("low_latency_tokens", &cake::low_latency_tokens, py::arg("ep_size"), py::arg("top_k"),
+  m.def("low_latency_tokens", &one_sided::low_latency_tokens, py::arg("ep_size"), py::arg("top_k"),
         py::arg("max_tokens_per_rank"), "Up to so many tokens a rank travel as packets on CUDA.");
   m.def("row_pitch", &row_pitch, py::arg("row_bytes"),
         "Bytes from one row of the workspace to the next.");

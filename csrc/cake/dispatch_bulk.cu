@@ -5,9 +5,9 @@
 #include <iterator>
 #include <limits>
 
-#include "cake/copy_outputs.h"
-#include "cake/cuda_launch.h"
 #include "cake/dispatch_bulk.cuh"
+#include "one_sided/copy_outputs.h"
+#include "one_sided/cuda_launch.h"
 
 namespace moe_ep::cake {
 namespace {

@@ -10,19 +10,20 @@
 
 #include <cstdint>
 
-#include "cake/cuda_params.h"
-#include "cake/device/agreement.cuh"
-#include "cake/device/bounded_wait.cuh"
-#include "cake/device/destinations.cuh"
-#include "cake/device/dispatch_tail.cuh"
-#include "cake/device/memory_access.cuh"
-#include "cake/device/own_block.cuh"
-#include "cake/device/picks.cuh"
-#include "cake/device/route_table.cuh"
-#include "cake/device/routing.cuh"
 #include "cake/device/row_pipeline.cuh"
-#include "cake/device/schedule.cuh"
-#include "cake/device/workspace.cuh"
+#include "cake/namespace.h"
+#include "one_sided/cuda_params.h"
+#include "one_sided/device/agreement.cuh"
+#include "one_sided/device/bounded_wait.cuh"
+#include "one_sided/device/destinations.cuh"
+#include "one_sided/device/dispatch_tail.cuh"
+#include "one_sided/device/own_block.cuh"
+#include "one_sided/device/picks.cuh"
+#include "one_sided/device/route_table.cuh"
+#include "one_sided/device/routing.cuh"
+#include "one_sided/device/workspace.cuh"
+#include "transport/device/memory_access.cuh"
+#include "transport/device/schedule.cuh"
 
 namespace moe_ep::cake {
 
