@@ -48,6 +48,7 @@ OPS_SOURCES = [
 OPS_CUDA_SOURCES = [
     "csrc/cake/combine_bulk.cu",
     "csrc/cake/dispatch_bulk.cu",
+    "csrc/cake/launch.cu",
     "csrc/one_sided/combine_direct.cu",
     "csrc/one_sided/combine_fp8.cu",
     "csrc/one_sided/combine_push.cu",
@@ -56,6 +57,8 @@ OPS_CUDA_SOURCES = [
     "csrc/one_sided/cuda_launch.cu",
     "csrc/one_sided/dispatch_direct.cu",
     "csrc/one_sided/dispatch_packets.cu",
+    "csrc/one_sided/dispatch_put.cu",
+    "csrc/one_sided/launch.cu",
     "csrc/one_sided/row_copies.cu",
     "csrc/ops/cuda_call.cpp",
     "csrc/ops/device_status.cpp",

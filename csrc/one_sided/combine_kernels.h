@@ -13,7 +13,7 @@ namespace moe_ep::one_sided {
 // that their pieces cannot be counted in 31 bits (a row of 16 GiB, 1 TiB of output).
 
 // Very few tokens: their owners push the rows to the source, as packets. p.tokens_per_rank is at
-// most push_tokens, see paths.h.
+// most push_tokens, see small_steps.h.
 cudaError_t launch_combine_push(const CombineKernelParams& p, const CudaContext& context);
 
 // Few tokens: summed from registers, all rows of a token in flight.

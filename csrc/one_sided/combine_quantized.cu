@@ -4,7 +4,7 @@
 
 #include "one_sided/combine_kernels.h"
 #include "one_sided/cuda_launch.h"
-#include "one_sided/paths.h"
+#include "one_sided/small_steps.h"
 
 namespace moe_ep::one_sided {
 namespace {

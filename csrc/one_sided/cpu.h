@@ -1,4 +1,4 @@
-// Cake's transport between ranks that are processes (or threads) on CPUs.
+// The one-sided transport between ranks that are processes (or threads) on CPUs.
 #pragma once
 
 #include "one_sided/params.h"

@@ -1,4 +1,4 @@
-// Cake's transport between ranks on CUDA devices, as the ops call it. Nothing here waits for the
+// The rounds of nvlink_one_sided on CUDA devices, as the ops call them. Nothing here waits for the
 // device or allocates; what the device finds goes to the status page.
 #pragma once
 

@@ -1,12 +1,7 @@
 #include "one_sided/cuda_launch.h"
 
-#include "cake/combine_bulk.h"
-#include "cake/dispatch_bulk.h"
-#include "one_sided/combine_kernels.h"
-#include "one_sided/dispatch_direct.h"
-#include "one_sided/dispatch_packets.h"
 #include "one_sided/fp8_rows.h"
-#include "one_sided/paths.h"
+#include "one_sided/small_steps.h"
 #include "transport/reduce_rows.h"
 
 namespace moe_ep::one_sided {
@@ -66,7 +61,7 @@ uint32_t signature_of(const DispatchParams& p) {
 // pulled: so ranks of which only some push a small step must see that they disagree.
 uint32_t signature_of(const CombineParams& p) {
   const bool pushes = p.quantized == nullptr && !p.low_precision &&
-                      combine_path(p.workspace.geometry, p.tokens_per_rank) == CombinePath::kPush;
+                      is_pushed(p.workspace.geometry, p.tokens_per_rank);
   uint32_t hash = mixed(2, static_cast<uint64_t>(p.row_type));
   hash = mixed(hash, static_cast<uint64_t>(p.hidden_size));
   hash = mixed(hash, p.low_precision);
@@ -153,35 +148,6 @@ cudaError_t initialize_on_device(const WorkspaceView& workspace, cudaStream_t st
   if (error != cudaSuccess) return error;
   const uint64_t packets = layout.dispatch_packets.offset;
   return cudaMemsetAsync(segment + packets, 0, layout.segment_bytes - packets, stream);
-}
-
-cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context) {
-  const DispatchKernelParams params = kernel_params(p, context);
-  switch (
-      dispatch_path(p.workspace.geometry, p.tokens_per_rank, all_payloads_are_aligned(params))) {
-    case DispatchPath::kPackets:
-      return launch_dispatch_packets(params, context);
-    case DispatchPath::kDirectRows:
-      return launch_dispatch_direct(params, context);
-    case DispatchPath::kBulkRows:
-      return cake::launch_dispatch_bulk(params, context);
-  }
-  return cudaErrorInvalidValue;
-}
-
-cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
-  const CombineKernelParams params = kernel_params(p, context);
-  if (p.low_precision) return launch_combine_fp8(params, context);
-  if (p.quantized != nullptr) return launch_combine_quantized(params, context);
-  switch (combine_path(p.workspace.geometry, p.tokens_per_rank)) {
-    case CombinePath::kPush:
-      return launch_combine_push(params, context);
-    case CombinePath::kDirect:
-      return launch_combine_direct(params, context);
-    case CombinePath::kBulkRows:
-      return cake::launch_combine_bulk(params, context);
-  }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace moe_ep::one_sided

@@ -6,7 +6,7 @@
 #include "one_sided/copy_outputs.h"
 #include "one_sided/cuda_launch.h"
 #include "one_sided/dispatch_direct.cuh"
-#include "one_sided/paths.h"
+#include "one_sided/small_steps.h"
 
 namespace moe_ep::one_sided {
 namespace {
@@ -19,25 +19,12 @@ static_assert(kThreads >= DirectRoutes::kMaxTokens);
 static_assert(kThreads >= kMaxDirectDispatchRanks, "a thread signals to a rank");
 
 DirectDispatchParams in_pieces(const DispatchKernelParams& p) {
-  int32_t row_chunks[kMaxPayloads] = {};
-  int32_t pieces_end[kMaxPayloads];
-  int32_t pieces = 0;
-  for (int32_t i = 0; i < kMaxPayloads; ++i) {
-    if (i < p.num_payloads) row_chunks[i] = p.chunks_end[i] - (i == 0 ? 0 : p.chunks_end[i - 1]);
-    pieces += row_chunks[i] / kPieceChunks + (row_chunks[i] % kPieceChunks != 0);
-    pieces_end[i] = pieces;
-  }
   DirectDispatchParams params{
       .dispatch = p,
-      .row_chunks = {},
-      .pieces_end = {},
-      .pieces = pieces,
-      .by_pieces = FastDivider(std::max(pieces, 1)),
+      .shape = PieceShape::of(p, SentPiece::kChunks),
       .group_bits = 0,
       .owners = EvenOwners::of(p.partition, p.workspace.ep_size),
   };
-  std::copy_n(row_chunks, kMaxPayloads, params.row_chunks);
-  std::copy_n(pieces_end, kMaxPayloads, params.pieces_end);
   while ((kGroupTokens << params.group_bits) < p.tokens_per_rank) ++params.group_bits;
   return params;
 }
@@ -45,14 +32,14 @@ DirectDispatchParams in_pieces(const DispatchKernelParams& p) {
 }  // namespace
 
 cudaError_t launch_dispatch_direct(const DispatchKernelParams& p, const CudaContext& context) {
-  // Not reached: see dispatch_path.
+  // Not reached: see is_dispatched_directly.
   if (p.workspace.ep_size > kWarpSize || p.tokens_per_rank > DirectRoutes::kMaxTokens) {
     return cudaErrorInvalidValue;
   }
   const DirectDispatchParams params = in_pieces(p);
   // By tokens_per_rank and not by num_tokens: grids are sized by what the ranks share. A token's
   // picks are one task more.
-  const int64_t tasks = p.tokens_per_rank * (int64_t{params.pieces} + 1);
+  const int64_t tasks = p.tokens_per_rank * (int64_t{params.shape.pieces} + 1);
   // No machine has room for such rows.
   if (tasks > INT32_MAX / 2) return cudaErrorInvalidValue;
 

@@ -14,7 +14,6 @@
 #include <cstdint>
 
 #include "core/device_signal.cuh"
-#include "core/fast_divide.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/agreement.cuh"
 #include "one_sided/device/bounded_wait.cuh"
@@ -22,6 +21,7 @@
 #include "one_sided/device/dispatch_tail.cuh"
 #include "one_sided/device/picks.cuh"
 #include "one_sided/device/routing.cuh"
+#include "one_sided/device/row_pieces.cuh"
 #include "one_sided/device/workspace.cuh"
 #include "transport/device/memory_access.cuh"
 
@@ -34,74 +34,25 @@ inline constexpr int kDirectDispatchThreads = 256;
 inline constexpr int kDirectDispatchCtasPerSm = 1024 / kDirectDispatchThreads;
 // A piece is what a warp moves at once: 1 KiB was best on an H200, rows of 14336 bytes.
 inline constexpr int kChunksPerLane = 2;
-inline constexpr int32_t kPieceChunks = kChunksPerLane * kWarpSize;
+
+using SentPiece = RowPiece<kChunksPerLane, /*kAligned=*/true>;
 
 struct DirectDispatchParams {
   DispatchKernelParams dispatch;
-  int32_t row_chunks[kMaxPayloads];  // 16 bytes each; 0 behind the last payload
-  int32_t pieces_end[kMaxPayloads];  // of a token: behind payload i; all of them behind the last
-  int32_t pieces;                    // of a token
-  FastDivider by_pieces;
+  PieceShape shape;
   int32_t group_bits;  // groups of 32 tokens in tokens_per_rank: at most 2 to that
   EvenOwners owners;
 };
 
-// Part of a row of one payload, on its way.
-struct RowPiece {
-  int32_t token;  // negative: there is none
-  int32_t payload;
-  int32_t chunk;  // of the row: this lane's first; the others follow kWarpSize apart
-  uint4 chunks[kChunksPerLane];
-};
-
-// Does not look at what it loads.
-__device__ inline RowPiece load_piece(const DirectDispatchParams& params, int32_t index) {
-  const DispatchKernelParams& p = params.dispatch;
-  RowPiece piece{};
-  piece.token = -1;
-  if (index >= p.num_tokens * params.pieces) return piece;
-  piece.token = params.by_pieces.divide(index);
-  int32_t in_payload = index - piece.token * params.pieces;
-  const int32_t in_token = in_payload;
-#pragma unroll
-  for (int32_t i = 0; i < kMaxPayloads - 1; ++i) {
-    if (in_token < params.pieces_end[i]) continue;
-    piece.payload = i + 1;
-    in_payload = in_token - params.pieces_end[i];
-  }
-  piece.chunk = in_payload * kPieceChunks + lane_id();
-  const RowsIn& rows = p.payloads[piece.payload];
-  const auto* const from =
-      reinterpret_cast<const uint4*>(rows.data + piece.token * rows.stride) + piece.chunk;
-#pragma unroll
-  for (int i = 0; i < kChunksPerLane; ++i) {
-    if (piece.chunk + i * kWarpSize < params.row_chunks[piece.payload]) {
-      piece.chunks[i] = load_chunk(from + i * kWarpSize);
-    }
-  }
-  return piece;
-}
-
-__device__ inline void store_piece(const DirectDispatchParams& params, const RowPiece& piece,
-                                   uint8_t* row) {
-  uint4* const to = reinterpret_cast<uint4*>(row) + piece.chunk;
-#pragma unroll
-  for (int i = 0; i < kChunksPerLane; ++i) {
-    if (piece.chunk + i * kWarpSize < params.row_chunks[piece.payload]) {
-      store_chunk(to + i * kWarpSize, piece.chunks[i]);
-    }
-  }
-}
-
 // What a warp still owes to its own rank when the peers have theirs; nobody waits for it.
 struct OwnPiece {
-  RowPiece piece;
+  SentPiece piece;
   uint8_t* row;  // null: nothing
 };
 
 // Returns the piece's row at this rank, which it leaves to the caller, or null.
 __device__ inline uint8_t* send_to_peers(const DirectDispatchParams& params,
-                                         const DirectRoutes& routes, const RowPiece& piece) {
+                                         const DirectRoutes& routes, const SentPiece& piece) {
   const DispatchKernelParams& p = params.dispatch;
   const int32_t own = p.workspace.ep_rank;
   const int64_t own_block = static_cast<int64_t>(own) * p.tokens_per_rank;
@@ -116,7 +67,7 @@ __device__ inline uint8_t* send_to_peers(const DirectDispatchParams& params,
   const uint32_t sent = __ballot_sync(kAllLanes, place.sent);
 #pragma unroll 1
   for (uint32_t peers = sent & ~(1u << own); peers != 0; peers &= peers - 1) {
-    store_piece(params, piece, row_at(__ffs(static_cast<int>(peers)) - 1));
+    piece.store(params.shape, row_at(__ffs(static_cast<int>(peers)) - 1));
   }
   return ((sent >> own) & 1) != 0 ? row_at(own) : nullptr;
 }
@@ -124,7 +75,7 @@ __device__ inline uint8_t* send_to_peers(const DirectDispatchParams& params,
 // Sends this warp's share, of which the first two pieces are on their way; then comes piece
 // `index`, and each `step` pieces on. All but the last are stored at this rank, too.
 __device__ inline OwnPiece send_pieces(const DirectDispatchParams& params,
-                                       const DirectRoutes& routes, RowPiece (&pieces)[2],
+                                       const DirectRoutes& routes, SentPiece (&pieces)[2],
                                        int32_t index, int32_t step) {
   if (pieces[0].token < 0) return {pieces[0], nullptr};
 #pragma unroll 1
@@ -133,8 +84,8 @@ __device__ inline OwnPiece send_pieces(const DirectDispatchParams& params,
     for (int i = 0; i < 2; ++i) {  // without moves, which would wait for what is on its way
       uint8_t* const own_row = send_to_peers(params, routes, pieces[i]);
       if (pieces[1 - i].token < 0) return {pieces[i], own_row};
-      if (own_row != nullptr) store_piece(params, pieces[i], own_row);
-      pieces[i] = load_piece(params, index);
+      if (own_row != nullptr) pieces[i].store(params.shape, own_row);
+      pieces[i] = SentPiece::load(params.dispatch, params.shape, index);
       index += step;
     }
   }
@@ -197,7 +148,8 @@ __global__ void __launch_bounds__(kDirectDispatchThreads, kDirectDispatchCtasPer
   // All these loads fly together. Those last whose values the compiler wants in uniform registers:
   // the move waits for the load.
   Ids ids(p, params.group_bits, warp_in_cta);
-  RowPiece pieces[2] = {load_piece(params, warp), load_piece(params, warp + step)};
+  SentPiece pieces[2] = {SentPiece::load(p, params.shape, warp),
+                         SentPiece::load(p, params.shape, warp + step)};
   Pick pick{};
   if (first_pick < p.num_tokens) pick = load_pick(p, first_pick);
   const bool failed = has_failed(p.workspace);
@@ -220,7 +172,7 @@ __global__ void __launch_bounds__(kDirectDispatchThreads, kDirectDispatchCtasPer
   if (leads) send_stats(p, active);
   __syncthreads();
   signal_peers(p, active);
-  if (late.row != nullptr) store_piece(params, late.piece, late.row);
+  if (late.row != nullptr) late.piece.store(params.shape, late.row);
   if (leads) {
     prepare_combine(p, active, epoch);
     receive(p, active, epoch);

@@ -8,7 +8,7 @@
 
 namespace moe_ep::one_sided {
 
-// For what dispatch_path sends here. One kernel; two if p.out_topk_ids or p.out_topk_weights are
+// For what is_dispatched_directly. One kernel; two if p.out_topk_ids or p.out_topk_weights are
 // not in the own segment.
 cudaError_t launch_dispatch_direct(const DispatchKernelParams& p, const CudaContext& context);
 

@@ -1,4 +1,4 @@
-// The ops moe_ep::cake_combine, cake_combine_out and cake_combine_quantized for CPU tensors.
+// The ops combine, combine_out and combine_quantized of the one-sided backends for CPU tensors.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -8,6 +8,7 @@
 #include "one_sided/cpu.h"
 #include "ops/combine_args.h"
 #include "ops/errors.h"
+#include "ops/one_sided_backends.h"
 #include "ops/parallel.h"
 #include "ops/round_errors.h"
 #include "ops/tensor_args.h"
@@ -47,11 +48,10 @@ void run(const one_sided::CombineParams& p, ControlBlock& control) {
   raise_invalid_ids(invalid, p.workspace.ep_rank, p.workspace.geometry.num_experts);
 }
 
-Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
-                    std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
-                    int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
-                    int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, bool /*enable_pdl*/,
-                    bool low_precision) {
+Tensor combine(Tensor workspace, std::optional<Tensor> expert_output,
+               std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
+               int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank, int64_t hidden_size,
+               ScalarType dtype, int64_t timeout_sec, bool /*enable_pdl*/, bool low_precision) {
   const CombineInputs inputs{workspace, expert_output, active_rank_mask, geometry,
                              ep_rank,   num_tokens,    tokens_per_rank,  hidden_size,
                              dtype,     timeout_sec,   low_precision};
@@ -62,10 +62,10 @@ Tensor cake_combine(Tensor workspace, std::optional<Tensor> expert_output,
   return output;
 }
 
-void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
-                      std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
-                      int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec, Tensor output,
-                      bool /*enable_pdl*/, bool low_precision) {
+void combine_out(Tensor workspace, std::optional<Tensor> expert_output,
+                 std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
+                 int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec, Tensor output,
+                 bool /*enable_pdl*/, bool low_precision) {
   check_sums(output);
   one_sided::CombineParams p = combine_args(
       {workspace, expert_output, active_rank_mask, geometry, ep_rank, output.size(0),
@@ -75,7 +75,7 @@ void cake_combine_out(Tensor workspace, std::optional<Tensor> expert_output,
   run(p, control);
 }
 
-std::tuple<Tensor, Tensor> cake_combine_quantized(
+std::tuple<Tensor, Tensor> combine_quantized(
     Tensor workspace, std::optional<Tensor> expert_output, std::optional<Tensor> active_rank_mask,
     std::vector<int64_t> geometry, int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank,
     int64_t hidden_size, ScalarType dtype, int64_t timeout_sec, int64_t format,
@@ -94,9 +94,9 @@ std::tuple<Tensor, Tensor> cake_combine_quantized(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
-  m.impl("cake_combine", TORCH_BOX(&cake_combine));
-  m.impl("cake_combine_out", TORCH_BOX(&cake_combine_out));
-  m.impl("cake_combine_quantized", TORCH_BOX(&cake_combine_quantized));
+  implement_for_each(m, "combine", TORCH_BOX(&combine));
+  implement_for_each(m, "combine_out", TORCH_BOX(&combine_out));
+  implement_for_each(m, "combine_quantized", TORCH_BOX(&combine_quantized));
 }
 
 }  // namespace moe_ep::ops

@@ -1,4 +1,4 @@
-// The ops moe_ep::cake_dispatch and cake_dispatch_in_place for CPU tensors.
+// The ops dispatch and dispatch_in_place of the one-sided backends for CPU tensors.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -7,6 +7,7 @@
 #include "one_sided/cpu.h"
 #include "ops/dispatch_args.h"
 #include "ops/errors.h"
+#include "ops/one_sided_backends.h"
 #include "ops/parallel.h"
 #include "ops/round_errors.h"
 
@@ -34,11 +35,11 @@ void run(one_sided::DispatchParams& p, const ControlBlock& control) {
   }
 }
 
-DispatchOutputs cake_dispatch(Tensor workspace, Tensor topk_ids, std::optional<Tensor> topk_weights,
-                              std::vector<Tensor> payloads, std::optional<Tensor> eplb_local_stats,
-                              std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
-                              int64_t ep_rank, int64_t invalid_expert_id, int64_t tokens_per_rank,
-                              int64_t timeout_sec, bool /*enable_pdl*/) {
+DispatchOutputs dispatch(Tensor workspace, Tensor topk_ids, std::optional<Tensor> topk_weights,
+                         std::vector<Tensor> payloads, std::optional<Tensor> eplb_local_stats,
+                         std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
+                         int64_t ep_rank, int64_t invalid_expert_id, int64_t tokens_per_rank,
+                         int64_t timeout_sec, bool /*enable_pdl*/) {
   DispatchArgs args = dispatch_args({workspace, topk_ids, topk_weights, payloads, eplb_local_stats,
                                      active_rank_mask, geometry, ep_rank, invalid_expert_id,
                                      tokens_per_rank, timeout_sec});
@@ -48,11 +49,11 @@ DispatchOutputs cake_dispatch(Tensor workspace, Tensor topk_ids, std::optional<T
   return outputs;
 }
 
-void cake_dispatch_in_place(Tensor workspace, Tensor topk_ids, std::optional<Tensor> topk_weights,
-                            std::vector<Tensor> payloads, std::optional<Tensor> eplb_local_stats,
-                            std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
-                            int64_t ep_rank, int64_t invalid_expert_id, int64_t tokens_per_rank,
-                            int64_t timeout_sec, bool /*enable_pdl*/) {
+void dispatch_in_place(Tensor workspace, Tensor topk_ids, std::optional<Tensor> topk_weights,
+                       std::vector<Tensor> payloads, std::optional<Tensor> eplb_local_stats,
+                       std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
+                       int64_t ep_rank, int64_t invalid_expert_id, int64_t tokens_per_rank,
+                       int64_t timeout_sec, bool /*enable_pdl*/) {
   DispatchArgs args = dispatch_args({workspace, topk_ids, topk_weights, payloads, eplb_local_stats,
                                      active_rank_mask, geometry, ep_rank, invalid_expert_id,
                                      tokens_per_rank, timeout_sec});
@@ -64,8 +65,8 @@ void cake_dispatch_in_place(Tensor workspace, Tensor topk_ids, std::optional<Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
-  m.impl("cake_dispatch", TORCH_BOX(&cake_dispatch));
-  m.impl("cake_dispatch_in_place", TORCH_BOX(&cake_dispatch_in_place));
+  implement_for_each(m, "dispatch", TORCH_BOX(&dispatch));
+  implement_for_each(m, "dispatch_in_place", TORCH_BOX(&dispatch_in_place));
 }
 
 }  // namespace moe_ep::ops

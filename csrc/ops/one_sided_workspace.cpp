@@ -1,5 +1,5 @@
-// Ops on a cake workspace outside the exchange: initialise it, read received rows, raise what a
-// round recorded.
+// Ops on a one-sided workspace outside the exchange: initialise it, read received rows, raise what
+// a round recorded.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -7,21 +7,22 @@
 
 #include "one_sided/cpu.h"
 #include "ops/errors.h"
+#include "ops/one_sided_backends.h"
 #include "ops/round_errors.h"
 #include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
 namespace {
 
-void cake_initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
+void initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   one_sided::initialize(workspace_from(workspace, geometry_from(geometry), ep_rank));
 }
 
 // A fresh copy of one payload's received rows. Compiled graphs use it in place of a view: a value
 // that the graph keeps past the next dispatch then stays right, and the workspace is never cloned
 // for it.
-Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
-                          int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
+Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
+                     int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const Geometry& g = view.geometry;
   const PayloadPlacement placement = placement_from(g, tokens_per_rank, row_bytes, index);
@@ -54,7 +55,7 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
   return rows;
 }
 
-void cake_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
+void check_workspace(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   auto& control = *reinterpret_cast<ControlBlock*>(view.segment(view.ep_rank));
   if (control.timeout.recorded) raise_timeout(control.timeout, view.ep_rank);
@@ -64,15 +65,15 @@ void cake_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank
 }
 
 // The process keeps nothing about a workspace in host memory besides the workspace itself.
-void cake_forget(Tensor /*workspace*/, std::vector<int64_t> /*geometry*/, int64_t /*ep_rank*/) {}
+void forget(Tensor /*workspace*/, std::vector<int64_t> /*geometry*/, int64_t /*ep_rank*/) {}
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
-  m.impl("cake_initialize", TORCH_BOX(&cake_initialize));
-  m.impl("cake_received_rows", TORCH_BOX(&cake_received_rows));
-  m.impl("cake_check", TORCH_BOX(&cake_check));
-  m.impl("cake_forget", TORCH_BOX(&cake_forget));
+  implement_for_each(m, "initialize", TORCH_BOX(&initialize));
+  implement_for_each(m, "received_rows", TORCH_BOX(&received_rows));
+  implement_for_each(m, "check", TORCH_BOX(&check_workspace));
+  implement_for_each(m, "forget", TORCH_BOX(&forget));
 }
 
 }  // namespace moe_ep::ops

@@ -1,4 +1,4 @@
-// Ops on a cake workspace outside the exchange, and on expert ids, for CUDA tensors.
+// Ops on a one-sided workspace outside the exchange, and on expert ids, for CUDA tensors.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -8,12 +8,13 @@
 #include "ops/device_workspaces.h"
 #include "ops/errors.h"
 #include "ops/expert_ids.h"
+#include "ops/one_sided_backends.h"
 #include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
 namespace {
 
-void cake_initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
+void initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const CudaCall call(workspace);
   check_state(!call.is_captured(), "a workspace cannot be initialised in a CUDA graph");
@@ -31,8 +32,8 @@ void cake_initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
 }
 
 // As on the CPU; whether a round is open, and with which rows, is up to the caller.
-Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
-                          int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
+Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
+                     int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const PayloadPlacement placement =
       placement_from(view.geometry, tokens_per_rank, row_bytes, index);
@@ -56,7 +57,7 @@ Tensor cake_received_rows(Tensor workspace, std::vector<int64_t> geometry, int64
   return rows;
 }
 
-void cake_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
+void check_workspace(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const CudaCall call(workspace);
   check_state(!call.is_captured(),
@@ -67,7 +68,7 @@ void cake_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank
   RoundErrors(*state.page, call.stream()).raise(view);
 }
 
-void cake_forget(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
+void forget(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   DeviceWorkspaces::of_this_process().forget(view, CudaCall(workspace));
 }
@@ -84,10 +85,10 @@ void sanitize_expert_ids(Tensor topk_ids, Tensor recv_token_counts, int64_t inva
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CUDA, m) {
-  m.impl("cake_initialize", TORCH_BOX(&cake_initialize));
-  m.impl("cake_received_rows", TORCH_BOX(&cake_received_rows));
-  m.impl("cake_check", TORCH_BOX(&cake_check));
-  m.impl("cake_forget", TORCH_BOX(&cake_forget));
+  implement_for_each(m, "initialize", TORCH_BOX(&initialize));
+  implement_for_each(m, "received_rows", TORCH_BOX(&received_rows));
+  implement_for_each(m, "check", TORCH_BOX(&check_workspace));
+  implement_for_each(m, "forget", TORCH_BOX(&forget));
   m.impl("sanitize_expert_ids", TORCH_BOX(&sanitize_expert_ids));
 }
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import CakeAlltoAllConfig, MoEEpCommParams, MoEEpConfigError, QuantFormat
-from moe_ep.cake import kernels
-from moe_ep.cake.places import geometry_of
+from moe_ep import MoEEpCommParams, MoEEpConfigError, QuantFormat
+from moe_ep._native import Geometry
 from moe_ep.collectives import TorchDistributedComm
 from moe_ep.symmetric_memory import SymmetricMemory
-from tests.backends import EVERYWHERE, Backend, on_each, on_shared_gpus
+from tests.backends import EVERYWHERE, Backend, named, on_each
 from tests.conftest import RunOnRanks
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
-from tests.ranks.devices import TIMEOUT_SECONDS
+from tests.ranks.devices import ONE_GPU, SPREAD, TIMEOUT_SECONDS
 
 pytestmark = pytest.mark.multirank
 SIZE = 2
@@ -32,18 +31,21 @@ tokens = pytest.mark.parametrize("tokens", STEPS)
 class Rank:
     """One rank's rounds, in which every token goes to all ranks and each owner answers ones."""
 
-    def __init__(self, context: RankContext, memory: SymmetricMemory, tokens: int) -> None:
-        self._where = (memory.workspace, _geometry(context), context.rank)
+    def __init__(
+        self, context: RankContext, backend: Backend, memory: SymmetricMemory, tokens: int
+    ) -> None:
+        self._kernels = backend.kernels
+        self._where = (memory.workspace, _geometry(context, backend), context.rank)
         self._device = memory.device
         self._tokens = tokens
-        kernels.initialize(*self._where)
+        self._kernels.initialize(*self._where)
         context.barrier()
 
     def play(self, dtype: torch.dtype, problems: list[Problem | None], **more: Any) -> Any:
         """Return what combine returns; add to `problems` what it or a check then raises."""
         ids = torch.arange(SIZE, dtype=torch.int32, device=self._device).repeat(self._tokens, 1)
         sent = torch.zeros(self._tokens, PARAMS.hidden_size, dtype=dtype, device=self._device)
-        kernels.dispatch(
+        self._kernels.dispatch(
             *self._where, ids, [sent], tokens_per_rank=self._tokens, timeout_sec=TIMEOUT_SECONDS
         )
         ones = torch.ones(SIZE * self._tokens, PARAMS.hidden_size, dtype=dtype, device=self._device)
@@ -51,23 +53,29 @@ class Rank:
 
         def combine_and_check() -> None:
             nonlocal result
-            result = kernels.combine(
+            result = self._kernels.combine(
                 *self._where, ones, self._tokens, timeout_sec=TIMEOUT_SECONDS, **more
             )
-            kernels.check(*self._where)
+            self._kernels.check(*self._where)
 
         problems.append(problem_of(combine_and_check))
         return result
 
 
-def _geometry(context: RankContext) -> kernels.Geometry:
+def _geometry(context: RankContext, backend: Backend) -> Geometry:
     """As if on several GPUs: then small steps are pushed."""
     device = torch.device(context.device)
-    return geometry_of(PARAMS, SIZE, CakeAlltoAllConfig(), device, spans_gpus=True)
+    config = backend.communication.config_type()
+    geometry: Geometry = backend.places.geometry_of(PARAMS, SIZE, config, device, spans_gpus=True)
+    return geometry
 
 
 def play_rounds(
-    context: RankContext, tokens: int, odd_dtype: torch.dtype, odd_options: dict[str, Any]
+    context: RankContext,
+    backend: str,
+    tokens: int,
+    odd_dtype: torch.dtype,
+    odd_options: dict[str, Any],
 ) -> tuple[list[Problem | None], list[Tensor | None], Tensor]:
     """Body: two rounds in which one rank combines something else, then one in which all agree.
 
@@ -76,9 +84,10 @@ def play_rounds(
     """
     assert context.group is not None
     comm = TorchDistributedComm(context.group)
-    size = _geometry(context).segment_bytes
+    tested = named(backend)
+    size = _geometry(context, tested).segment_bytes
     memory = SymmetricMemory.allocate(comm, size, torch.device(context.device))
-    rank = Rank(context, memory, tokens)
+    rank = Rank(context, tested, memory, tokens)
     is_odd = context.rank == ODD_ONE
     problems: list[Problem | None] = []
     sums: list[Tensor | None] = []
@@ -87,7 +96,7 @@ def play_rounds(
         got = rank.play(dtype, problems, **(odd_options if is_odd else {}))
         sums.append(got.cpu() if isinstance(got, Tensor) else None)
     last = rank.play(torch.bfloat16, problems).cpu()
-    kernels.forget(memory.workspace, _geometry(context), context.rank)
+    tested.kernels.forget(memory.workspace, _geometry(context, tested), context.rank)
     memory.close()
     return problems, sums, last
 
@@ -101,7 +110,7 @@ def expect_disagreement(results: list[Any]) -> None:
         assert (last == SIZE).all()
 
 
-@on_each(having="zero_copy", devices=EVERYWHERE)
+@on_each(having="one_sided", devices=EVERYWHERE)
 @tokens
 @pytest.mark.parametrize(
     ("odd_dtype", "odd_options"),
@@ -121,6 +130,7 @@ def test_rows_of_another_kind_and_equal_width_are_refused_on_all_ranks(
             SIZE,
             play_rounds,
             device=device,
+            backend=backend.name,
             tokens=tokens,
             odd_dtype=odd_dtype,
             odd_options=odd_options,
@@ -128,7 +138,7 @@ def test_rows_of_another_kind_and_equal_width_are_refused_on_all_ranks(
     )
 
 
-@on_shared_gpus
+@on_each(having="one_sided", devices=(ONE_GPU, SPREAD))
 @pytest.mark.parametrize("tokens", [one for one in STEPS if one <= 4])
 def test_quantised_sums_on_some_ranks_of_a_small_step_are_refused_on_all(
     ranks: RunOnRanks, backend: Backend, device: str, tokens: int
@@ -139,6 +149,7 @@ def test_quantised_sums_on_some_ranks_of_a_small_step_are_refused_on_all(
             SIZE,
             play_rounds,
             device=device,
+            backend=backend.name,
             tokens=tokens,
             odd_dtype=torch.bfloat16,
             odd_options={"output_dtype": QuantFormat.MXFP8},

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moe_ep import (
-    CakeAlltoAllConfig,
     MoEEpCommParams,
     MoEEpCommunication,
     MoEEpStateError,
@@ -86,12 +85,11 @@ class CapturedRound:
         self._graph.replay()
         verdict.judge_dispatch(index, self._received, sent)
         config = communication.config
-        assert isinstance(config, CakeAlltoAllConfig)
         wanted = expected_sums(
             communication.params,
             communication.ep_size,
             mine,
-            low_precision=config.use_low_precision_combine,
+            low_precision=config.use_low_precision_combine,  # type: ignore[attr-defined]
         )
         verdict.judge_sums(index, self._combined, wanted)
 

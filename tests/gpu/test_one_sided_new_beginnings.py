@@ -7,9 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep import CakeAlltoAllConfig, MoEEpCommParams, MoEEpCommunication, MoEEpStateError
-from moe_ep.cake.places import geometry_of
-from tests.backends import Backend, on_each, on_shared_gpus
+from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpStateError
+from tests.backends import Backend, named, on_each, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.gpu.bare_workspace import BareWorkspace, bare_workspace
 from tests.gpu.device_rounds import Verdict, capturing, expected_sums, partial_rows, tokens_of
@@ -28,7 +27,7 @@ ALL_PARAMS = (
     MoEEpCommParams(30, 8, 160, 72, torch.float32),
     MoEEpCommParams(24, 4, 160, 200),
 )
-cake = on_each(having="zero_copy")
+one_sided = on_each(having="one_sided")
 sizes = pytest.mark.parametrize("size", [2, 8])
 
 
@@ -67,7 +66,7 @@ def live_again(context: RankContext, backend: str) -> None:
             life.verdict.require()
 
 
-@cake
+@one_sided
 @sizes
 def test_a_new_communication_is_exact_after_one_that_was_captured(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
@@ -104,13 +103,15 @@ def test_a_new_communication_has_had_no_round_whatever_lay_at_its_addresses(
         expect(problem, MoEEpStateError, ["captured", "eager round"])
 
 
-def initialise_again(context: RankContext) -> None:
+def initialise_again(context: RankContext, backend: str) -> None:
     """Body: on the same memory, rounds and a graph, for one geometry after the other."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
-    config = CakeAlltoAllConfig()
-    geometries = [geometry_of(params, size, config, device) for params in ALL_PARAMS]
+    tested = named(backend)
+    config = tested.communication.config_type()
+    geometries = [tested.places.geometry_of(params, size, config, device) for params in ALL_PARAMS]
     graphs = []
-    with bare_workspace(context, max(one.segment_bytes for one in geometries)) as workspace:
+    segment_bytes = max(one.segment_bytes for one in geometries)
+    with bare_workspace(context, backend, segment_bytes) as workspace:
         for index, (params, geometry) in enumerate(zip(ALL_PARAMS, geometries, strict=True)):
             if index == len(ALL_PARAMS) - 1:
                 workspace.settle()
@@ -140,9 +141,9 @@ def initialise_again(context: RankContext) -> None:
             verdict.require()
 
 
-@cake
+@one_sided
 @sizes
 def test_a_workspace_is_exact_after_it_was_initialised_again(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
 ) -> None:
-    ranks(size, initialise_again, device=device, seconds=60)
+    ranks(size, initialise_again, device=device, backend=backend.name, seconds=60)

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_ep import CakeAlltoAllConfig, MoEEpCommParams
-from moe_ep.cake.places import geometry_of
-from tests.backends import EVERYWHERE, Backend, on_each
+from moe_ep import MoEEpCommParams
+from tests.backends import EVERYWHERE, Backend, named, on_each
 from tests.conftest import RunOnRanks
 from tests.gpu.bare_workspace import bare_workspace
 from tests.gpu.device_rounds import Verdict, expected_sums, tokens_of
@@ -34,18 +33,22 @@ def shapes(hidden_sizes: tuple[int, ...]) -> Iterator[MoEEpCommParams]:
                 yield MoEEpCommParams(num_experts, top_k, MOST_TOKENS, hidden_size, dtype)
 
 
-def play_shapes(context: RankContext, hidden_sizes: tuple[int, ...], share_a_gpu: bool) -> int:
+def play_shapes(
+    context: RankContext, backend: str, hidden_sizes: tuple[int, ...], share_a_gpu: bool
+) -> int:
     """Body: play every shape with other numbers of tokens; return how many rounds that were."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
     all_shapes = list(shapes(hidden_sizes))
-    config = CakeAlltoAllConfig()
+    tested = named(backend)
+    geometry_of, config = tested.places.geometry_of, tested.communication.config_type()
     # Combine pushes what it would pull on one GPU; both work there.
     geometries = [
         geometry_of(params, size, config, device, spans_gpus=not share_a_gpu or shape % 2 == 1)
         for shape, params in enumerate(all_shapes)
     ]
     played = 0
-    with bare_workspace(context, max(one.segment_bytes for one in geometries)) as workspace:
+    segment_bytes = max(one.segment_bytes for one in geometries)
+    with bare_workspace(context, backend, segment_bytes) as workspace:
         for shape, (params, geometry) in enumerate(zip(all_shapes, geometries, strict=True)):
             workspace.start(geometry)
             verdict = Verdict(params, size, rank, ROUNDS, device)
@@ -67,7 +70,7 @@ def play_shapes(context: RankContext, hidden_sizes: tuple[int, ...], share_a_gpu
     return played
 
 
-@on_each(having="zero_copy", devices=EVERYWHERE)
+@on_each(having="one_sided", devices=EVERYWHERE)
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_few_tokens_of_any_shape_are_exact(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
@@ -77,6 +80,7 @@ def test_few_tokens_of_any_shape_are_exact(
         size,
         play_shapes,
         device=device,
+        backend=backend.name,
         hidden_sizes=hidden_sizes,
         share_a_gpu=device == ONE_GPU,
         seconds=100,

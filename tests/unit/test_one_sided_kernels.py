@@ -1,8 +1,11 @@
-"""Do cake's ops on a bare workspace keep the contract? Ranks as threads over a plain tensor."""
+"""Do the one-sided ops on a bare workspace keep the contract? Ranks are threads over a plain
+tensor.
+"""
 
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +25,20 @@ from moe_ep import (
 from moe_ep.cake import kernels
 from moe_ep.quantization import BLOCK_FORMATS, ScaleLayout, quantize_rows
 from moe_ep.reference import evaluate_experts, reference_combine, reference_dispatch
+from tests.backends import ALL, Backend
 from tests.bits import assert_same_bits
 from tests.rounds import Round, random_round, random_rows, rows_of
 
 SECONDS = 20
 GUARD = 0xA5
+
+
+@pytest.fixture(autouse=True, params=[one for one in ALL if one.one_sided], ids=str)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Let `kernels` be the module of each backend by turns."""
+    one: Backend = request.param
+    monkeypatch.setattr(sys.modules[__name__], "kernels", one.kernels)
+    return one
 
 
 @pytest.fixture(autouse=True)
@@ -534,7 +546,7 @@ def test_the_op_with_new_outputs_gives_what_the_one_in_place_leaves() -> None:
     kept = copies_of(kernels.dispatch(group.workspace, group.geometry, 0, ids, [rows], weights))
     kernels.combine(group.workspace, group.geometry, 0, partial, 2)
     where = (group.geometry.fields(), 0)
-    new_ids, new_weights, new_counts, no_stats = torch.ops.moe_ep.cake_dispatch(
+    new_ids, new_weights, new_counts, no_stats = kernels.KERNELS.ops.dispatch(
         group.workspace, ids, weights, [rows], None, None, *where, -1, 3, SECONDS
     )
     assert_same_bits(new_ids, kept.topk_ids)

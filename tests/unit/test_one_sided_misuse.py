@@ -1,4 +1,4 @@
-"""Does cake refuse what would give wrong data, before any side effect?
+"""Does a one-sided backend refuse what would give wrong data, before any side effect?
 
 One rank, or two as threads. Each refusal is followed by a round that must be right.
 """
@@ -26,8 +26,9 @@ from moe_ep import (
     create_communication,
     estimate_workspace_bytes,
 )
-from moe_ep.cake import CakeAlltoAll, CakeAlltoAllConfig, kernels
+from moe_ep.cake import kernels
 from moe_ep.errors import MoEEpDisagreementError
+from tests.backends import ALL, Backend
 
 HIDDEN, CAPACITY = 4, 4
 PARAMS = MoEEpCommParams(4, 2, CAPACITY, HIDDEN, dtype=torch.float32)
@@ -36,9 +37,15 @@ ROWS = torch.arange(3 * HIDDEN, dtype=torch.float32).view(3, HIDDEN) + 1
 SUMS = torch.where((IDS >= 0).any(1, keepdim=True), ROWS, 0.0)
 
 
+@pytest.fixture(params=[one for one in ALL if one.one_sided], ids=str)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    one: Backend = request.param
+    return one
+
+
 @pytest.fixture
-def comm() -> Iterator[MoEEpCommunication]:
-    made = create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake")
+def comm(backend: Backend) -> Iterator[MoEEpCommunication]:
+    made = create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend.name)
     with made, torch.no_grad():  # where dispatch returns views of the workspace
         yield made
 
@@ -51,9 +58,9 @@ def mappings_of_memfd() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:")
 
 
-def test_destroy_gives_the_memory_back_while_the_object_lives() -> None:
+def test_destroy_gives_the_memory_back_while_the_object_lives(backend: Backend) -> None:
     before = mappings_of_memfd()
-    comm = create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake")
+    comm = create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend.name)
     assert mappings_of_memfd() == before + 1
     comm.destroy()
     assert mappings_of_memfd() == before
@@ -70,8 +77,10 @@ class Capture:
         captured: int | None,
     ) -> None:
         self.current, self.captured = current, captured
+        exchange = comm._exchange  # type: ignore[attr-defined]
         monkeypatch.setattr(comm, "device", torch.device("cuda", 1))
-        monkeypatch.setattr(comm, "_cuda_index", 1)
+        monkeypatch.setattr(exchange, "_device", torch.device("cuda", 1))
+        monkeypatch.setattr(exchange, "_cuda_index", 1)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda: self.current == self.captured
@@ -216,40 +225,41 @@ def test_output_that_is_not_contiguous_is_written_also_with_an_invalid_id(
         {"max_tokens_per_rank": 2**60},
     ],
 )
-def test_sizes_past_the_limits_name_value_and_limit(changes: dict[str, int]) -> None:
+def test_sizes_past_the_limits_name_value_and_limit(
+    backend: Backend, changes: dict[str, int]
+) -> None:
     sizes = {"num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8, "hidden_size": 64, **changes}
-    config = CakeAlltoAllConfig()
+    config, bootstrap = backend.communication.config_type(), BootstrapConfig(1, 0, device="cpu")
     with pytest.raises(MoEEpConfigError, match=r"\d.*got.*\d"):
         estimate_workspace_bytes(MoEEpCommParams(**sizes), 1, config, device="cpu")
     with pytest.raises(MoEEpConfigError, match=r"\d.*got.*\d"):
-        create_communication(BootstrapConfig(1, 0, device="cpu"), MoEEpCommParams(**sizes), "cake")
+        create_communication(bootstrap, MoEEpCommParams(**sizes), backend.name)
 
 
 def test_workspace_bytes_are_what_was_estimated(comm: MoEEpCommunication) -> None:
-    estimated = estimate_workspace_bytes(PARAMS, 1, CakeAlltoAllConfig(), device="cpu")
+    estimated = estimate_workspace_bytes(PARAMS, 1, comm.config, device="cpu")
     assert comm.workspace_bytes == estimated
     assert estimated % 4096 == 0
 
 
-def test_low_precision_rows_take_about_half_of_the_combine_memory() -> None:
+def test_low_precision_rows_take_about_half_of_the_combine_memory(backend: Backend) -> None:
     params = MoEEpCommParams(4, 2, 4096, 1024)
+    configured: Any = backend.communication.config_type
     full, low = (
-        estimate_workspace_bytes(
-            params, 2, CakeAlltoAllConfig(use_low_precision_combine=low), device="cpu"
-        )
+        estimate_workspace_bytes(params, 2, configured(use_low_precision_combine=low), device="cpu")
         for low in (False, True)
     )
     assert full - low == 2 * 4096 * (2 * 1024 - (1024 + 4 * 8))
 
 
-def test_use_low_precision_combine_must_be_a_bool() -> None:
+def test_use_low_precision_combine_must_be_a_bool(backend: Backend) -> None:
     with pytest.raises(TypeError, match="use_low_precision_combine must be a bool, got 1"):
-        CakeAlltoAllConfig(use_low_precision_combine=1)  # type: ignore[arg-type]
+        backend.communication.config_type(use_low_precision_combine=1)  # type: ignore[call-arg]
 
 
-def test_a_mask_must_be_a_tensor_of_this_group_s_ranks() -> None:
+def test_a_mask_must_be_a_tensor_of_this_group_s_ranks(backend: Backend) -> None:
     bootstrap = BootstrapConfig(1, 0, device="cpu")
-    with create_communication(bootstrap, PARAMS, "cake", enable_rank_mask=True) as comm:
+    with create_communication(bootstrap, PARAMS, backend.name, enable_rank_mask=True) as comm:
         with pytest.raises(TypeError, match="active_rank_mask must be a Tensor, got list"):
             comm.dispatch(ROWS, IDS, active_rank_mask=[0])  # type: ignore[call-arg]
         two_ranks = kernels.active_rank_mask([0, 1], 2)
@@ -258,9 +268,9 @@ def test_a_mask_must_be_a_tensor_of_this_group_s_ranks() -> None:
         assert_a_round_is_right(comm)
 
 
-def test_a_mask_must_be_on_the_cpu_or_the_device() -> None:
+def test_a_mask_must_be_on_the_cpu_or_the_device(backend: Backend) -> None:
     bootstrap = BootstrapConfig(1, 0, device="cpu")
-    with create_communication(bootstrap, PARAMS, "cake", enable_rank_mask=True) as comm:
+    with create_communication(bootstrap, PARAMS, backend.name, enable_rank_mask=True) as comm:
         elsewhere = torch.empty(1, dtype=torch.uint64, device="meta")
         with pytest.raises(MoEEpConfigError, match="active_rank_mask must be on cpu, got meta"):
             comm.dispatch(ROWS, IDS, active_rank_mask=elsewhere)  # type: ignore[call-arg]
@@ -268,23 +278,24 @@ def test_a_mask_must_be_on_the_cpu_or_the_device() -> None:
 
 
 @pytest.mark.parametrize("enable_pdl", [None, True, False])
-def test_enable_pdl_is_accepted_everywhere(enable_pdl: bool | None) -> None:
+def test_enable_pdl_is_accepted_everywhere(backend: Backend, enable_pdl: bool | None) -> None:
     bootstrap = BootstrapConfig(1, 0, device="cpu")
-    with create_communication(bootstrap, PARAMS, "cake", enable_pdl=enable_pdl) as comm:
+    with create_communication(bootstrap, PARAMS, backend.name, enable_pdl=enable_pdl) as comm:
         assert_a_round_is_right(comm)
 
 
-def test_enable_pdl_must_be_a_bool() -> None:
+def test_enable_pdl_must_be_a_bool(backend: Backend) -> None:
     with pytest.raises(TypeError, match="enable_pdl must be a bool or None, got 1"):
-        CakeAlltoAllConfig(enable_pdl=1)  # type: ignore[arg-type]
+        backend.communication.config_type(enable_pdl=1)  # type: ignore[call-arg]
 
 
-def test_cake_says_why_it_cannot_run_on_a_device() -> None:
-    assert CakeAlltoAll.unsupported_reason() is None
-    assert CakeAlltoAll.unsupported_reason(torch.device("cpu")) is None
-    meta = CakeAlltoAll.unsupported_reason(torch.device("meta"))
-    assert meta == "cake runs on the CPU and on CUDA devices, got device meta"
-    missing = CakeAlltoAll.unsupported_reason(torch.device("cuda", 99))
+def test_a_backend_says_why_it_cannot_run_on_a_device(backend: Backend) -> None:
+    reason = backend.communication.unsupported_reason
+    assert reason() is None
+    assert reason(torch.device("cpu")) is None
+    meta = reason(torch.device("meta"))
+    assert meta == f"{backend} runs on the CPU and on CUDA devices, got device meta"
+    missing = reason(torch.device("cuda", 99))
     assert missing is not None
     assert any(why in missing for why in ("no CUDA kernels", "no CUDA device", "no cuda:99"))
 

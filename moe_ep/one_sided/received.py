@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.one_sided.ops import OneSidedOps
 
 
 class ReceivedTokens(NamedTuple):
@@ -39,6 +39,7 @@ class ReceivedTokens(NamedTuple):
 
 
 def run_dispatch(
+    ops: OneSidedOps,
     workspace: Tensor,
     layout: Geometry,
     geometry: list[int],
@@ -74,10 +75,10 @@ def run_dispatch(
         enable_pdl,
     )
     if torch.compiler.is_compiling():
-        ids, weights, counts, stats = torch.ops.moe_ep.cake_dispatch(*arguments)
-        rows = _new_received_rows(workspace, geometry, ep_rank, tokens_per_rank, payloads)
+        ids, weights, counts, stats = ops.dispatch(*arguments)
+        rows = _new_received_rows(ops, workspace, geometry, ep_rank, tokens_per_rank, payloads)
     else:
-        torch.ops.moe_ep.cake_dispatch_in_place(*arguments)
+        ops.dispatch_in_place(*arguments)
         rows = received_rows(workspace, layout, ep_rank, tokens_per_rank, payloads)
         ids, weights, counts, stats = _routing(workspace[ep_rank], layout, tokens_per_rank)
     return ReceivedTokens(
@@ -165,7 +166,7 @@ def wrap_workspace(
         the slice.
 
     Raises MoEEpStateError in compiled graphs: torch.compile may move a read of a view behind the
-    next dispatch. `torch.ops.moe_ep.cake_received_rows` gives received rows as new tensors.
+    next dispatch. The op `received_rows` of the backend gives received rows as new tensors.
     """
     _require_eager()
     count = 1
@@ -212,6 +213,7 @@ def _rows(
 
 
 def _new_received_rows(
+    ops: OneSidedOps,
     workspace: Tensor,
     geometry: list[int],
     ep_rank: int,
@@ -220,7 +222,7 @@ def _new_received_rows(
 ) -> list[Tensor]:
     where = (workspace, geometry, ep_rank, tokens_per_rank, _row_bytes(payloads))
     return [
-        torch.ops.moe_ep.cake_received_rows(*where, index).view(payload.dtype)
+        ops.received_rows(*where, index).view(payload.dtype)
         for index, payload in enumerate(payloads)
     ]
 
@@ -233,6 +235,6 @@ def _require_eager() -> None:
     if torch.compiler.is_compiling():
         raise MoEEpStateError(
             "views of the workspace are for eager code and captured CUDA graphs: torch.compile may "
-            "move a read of one behind the next dispatch. Use torch.ops.moe_ep.cake_received_rows "
+            "move a read of one behind the next dispatch. Use the op received_rows of the backend "
             "in compiled graphs."
         )
