@@ -35,6 +35,7 @@ class Backend:
     statistics: eplb_stats_num_experts.
     zero_copy: get_combine_input_buffer returns memory.
     low_precision: use_low_precision_combine.
+    lamport: lamport and lamport_max_tokens.
     one_sided: it is on the one-sided transport: `kernels` and `places` are as those of cake.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
     devices: where it runs, of tests.ranks.devices.
@@ -47,6 +48,7 @@ class Backend:
     statistics: bool = False
     zero_copy: bool = False
     low_precision: bool = False
+    lamport: bool = False
     one_sided: bool = False
     interruptible: bool = False
     devices: tuple[str, ...] = (CPU,)
@@ -69,7 +71,9 @@ class Backend:
         return importlib.import_module(f"{package}.{name}")
 
 
-def _one_sided(name: str, communication: type[MoEEpCommunication]) -> Backend:
+def _one_sided(
+    name: str, communication: type[MoEEpCommunication], *, lamport: bool = False
+) -> Backend:
     return Backend(
         name,
         communication,
@@ -78,6 +82,7 @@ def _one_sided(name: str, communication: type[MoEEpCommunication]) -> Backend:
         statistics=True,
         zero_copy=True,
         low_precision=True,
+        lamport=lamport,
         one_sided=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
@@ -86,7 +91,7 @@ def _one_sided(name: str, communication: type[MoEEpCommunication]) -> Backend:
 
 ALL = (
     _one_sided("cake", CakeAlltoAll),
-    _one_sided("nvlink_one_sided", NVLinkOneSidedAlltoAll),
+    _one_sided("nvlink_one_sided", NVLinkOneSidedAlltoAll, lamport=True),
     Backend("nvlink_two_sided", NVLinkTwoSidedAlltoAll, interruptible=True),
     Backend("torch_dist", TorchDistAlltoAll, statistics=True, devices=(CPU, NCCL)),
 )

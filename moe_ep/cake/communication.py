@@ -175,6 +175,4 @@ class CakeAlltoAll(MoEEpCommunication):
         return self._exchange.combine_input_buffer(self._tokens_per_rank)
 
     def _destroy(self) -> None:
-        # The memory goes with the last object of the workspace, which waits for own rounds only:
-        # peers keep their mappings of it until they destroy.
-        del self._exchange
+        self._exchange.let_go()

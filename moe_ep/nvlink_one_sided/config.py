@@ -15,8 +15,8 @@ from moe_ep.one_sided.settings import check_settings, require_bool_or_none
 class NVLinkOneSidedConfig(CommunicationConfig):
     """Settings of the nvlink_one_sided backend, besides those of every backend.
 
-    extra_payload_bytes_per_token, eplb_stats_num_experts, enable_rank_mask,
-        use_low_precision_combine, enable_pdl: as in CakeAlltoAllConfig.
+    extra_payload_bytes_per_token, eplb_stats_num_experts: as in CakeAlltoAllConfig.
+    enable_rank_mask, use_low_precision_combine, enable_pdl: likewise.
     lamport: on CUDA, which steps go over the Lamport transport, whose data are their own flags:
         None: small ones, where that was measured to be faster; True: all that fit, also their way
         back; False: none. It takes memory for `lamport_max_tokens` tokens. Rows that are pushed

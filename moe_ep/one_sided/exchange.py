@@ -24,7 +24,7 @@ from moe_ep.tensors import dense_rows, fill_with_sums
 class OneSidedExchange:
     """The rounds of one communication: what its hooks call, with all that stays the same.
 
-    Its methods are those of MoEEpCommunication of the same name.
+    Methods that have the name of a hook of MoEEpCommunication are that hook.
     """
 
     def __init__(
@@ -144,6 +144,12 @@ class OneSidedExchange:
             self._params.hidden_size,
             self._params.token_dtype,
         )
+
+    def let_go(self) -> None:
+        """Hold the workspace no longer, for destroy. No other call but `check_call` may follow."""
+        # The memory goes with the last object of the workspace, which waits for own rounds only:
+        # peers keep their mappings of it until they destroy.
+        del self.workspace
 
     def _refuse_foreign_capture(self, call: str) -> None:
         """Raise in a capture of a CUDA graph that would miss this call, which would run at once."""

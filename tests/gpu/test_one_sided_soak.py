@@ -27,11 +27,11 @@ SECONDS = 60 + ROUNDS_OF_THE_HOST / 5
 # Steps of a few tokens and of many take different ways through the kernels.
 TOKENS = (1, 2, 4, 8, 8, 16, 64, 160, 512)
 CHECK_EVERY = 100
-# Each has its own kernels and sizes of grids: for packets, rows stored directly, rows in bulk.
+# Each has its own kernels and sizes of grids: for packets, rows stored directly, many rows.
 GEOMETRIES = {
     "packets": (1, 8, 2, 5),
     "direct": (33, 128, 40, 64),
-    "bulk": (136, 264, 160),
+    "many": (136, 264, 160),
 }
 ROUNDS_IN_A_GRAPH = 20
 SIZES = (2, 4, 8)
