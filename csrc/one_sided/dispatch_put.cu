@@ -34,6 +34,7 @@ cudaError_t launch_put(const DispatchKernelParams& p, const CudaContext& context
       .dispatch = p,
       .table = RouteTableShape::of(p.workspace.ep_size, p.tokens_per_rank),
       .shape = shape,
+      .first_payload = shape.first_payload(),
       .num_items = num_items,
       .share = Share(num_items, static_cast<uint32_t>(ctas), kWarps, kPiecesAtHand),
   };

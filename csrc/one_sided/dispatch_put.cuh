@@ -34,7 +34,8 @@ struct PutParams {
   DispatchKernelParams dispatch;
   RouteTableShape table;
   PieceShape shape;
-  uint32_t num_items;  // pieces of all tokens
+  int32_t first_payload;  // of a token's first piece
+  uint32_t num_items;     // pieces of all tokens
   Share share;
 };
 
@@ -117,8 +118,9 @@ class PutRows {
     const int32_t token = piece.token;
     if (token < 0 || token >= end) return false;
     const int64_t own_block = static_cast<int64_t>(p_.workspace.ep_rank) * p_.tokens_per_rank;
+    const bool is_first = piece.payload == params_.first_payload && piece.chunk == lane_id();
     Pick pick{};
-    if (piece.is_first) pick = load_pick(p_, token);  // here while the piece is being stored
+    if (is_first) pick = load_pick(p_, token);  // here while the piece is being stored
     Place places[kWords];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -135,7 +137,6 @@ class PutRows {
         piece.store(params_.shape, reinterpret_cast<uint8_t*>(there));
       }
     }
-    const bool is_first = piece.is_first;
     load_next(piece);
     if (is_first) {
       send_picks(p_, active, places, token, pick);

@@ -18,6 +18,12 @@ struct PieceShape {
   int32_t pieces;                    // of a token, at least 1
   FastDivider by_pieces;
 
+  // The payload of a token's first piece.
+  int32_t first_payload() const {
+    int32_t i = 0;
+    while (i < kMaxPayloads - 1 && pieces_end[i] == 0) ++i;
+    return i;
+  }
   static PieceShape of(const DispatchKernelParams& p, int32_t piece_chunks) {
     PieceShape shape{{}, {}, 0, FastDivider(1)};
     for (int32_t i = 0; i < kMaxPayloads; ++i) {
@@ -39,7 +45,6 @@ struct RowPiece {
   static constexpr int32_t kChunks = kChunksPerLane * kWarpSize;
 
   int32_t token;  // negative: there is none
-  bool is_first;  // of the token's pieces
   int32_t payload;
   int32_t chunk;  // of the row: this lane's first; the others follow kWarpSize apart
   uint4 chunks[kChunksPerLane];
@@ -57,7 +62,6 @@ struct RowPiece {
     piece.token = shape.by_pieces.divide(index);
     int32_t in_payload = index - piece.token * shape.pieces;
     const int32_t in_token = in_payload;
-    piece.is_first = in_token == 0;
 #pragma unroll
     for (int32_t i = 0; i < kMaxPayloads - 1; ++i) {
       if (in_token < shape.pieces_end[i]) continue;
