@@ -60,12 +60,14 @@ OPS_CUDA_SOURCES = [
     "csrc/one_sided/dispatch_put.cu",
     "csrc/one_sided/launch.cu",
     "csrc/one_sided/row_copies.cu",
+    "csrc/ops/compiled_code.cpp",
     "csrc/ops/cuda_call.cpp",
     "csrc/ops/device_status.cpp",
     "csrc/ops/device_workspaces.cpp",
     "csrc/ops/one_sided_combine_cuda.cpp",
     "csrc/ops/one_sided_dispatch_cuda.cpp",
     "csrc/ops/one_sided_workspace_cuda.cpp",
+    "csrc/transport/compiled_code.cu",
 ]
 NATIVE_SOURCES = [
     "csrc/bindings/interrupt.cpp",
@@ -91,7 +93,7 @@ NATIVE_SOURCES = [
 NATIVE_WITH_CUDA = {"csrc/memory/cuda_driver.cpp", "csrc/memory/cuda_memory.cpp"}
 NATIVE_WITHOUT_CUDA = {"csrc/memory/cuda_unavailable.cpp"}
 
-CUDA_ARCHITECTURES = "9.0;10.0;10.3+PTX"
+CUDA_ARCHITECTURES = "8.0;9.0;10.0;10.3+PTX"
 # -Wno-psabi: the vector types of cake never cross a function that is not inlined.
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *WARNINGS]

@@ -14,33 +14,16 @@ constexpr uint32_t kStageItemShift = 8;  // 256 chunks
 // measured).
 constexpr uint32_t kPiecesPerItem = 4;
 
-template <RowType kType, bool kStaged>
-cudaError_t launch_with_rows(const QuantizedCombine& params, const LaunchShape& shape,
-                             const CudaContext& context) {
-  switch (params.combine.quantized.format) {
-    case QuantFormat::kMxfp8:
-      return launch(combine_quantized_kernel<kType, QuantFormat::kMxfp8, kStaged>, shape, context,
-                    params);
-    case QuantFormat::kMxfp4:
-      return launch(combine_quantized_kernel<kType, QuantFormat::kMxfp4, kStaged>, shape, context,
-                    params);
-    case QuantFormat::kNvfp4:
-      return launch(combine_quantized_kernel<kType, QuantFormat::kNvfp4, kStaged>, shape, context,
-                    params);
-  }
-  return cudaErrorInvalidValue;
-}
-
 template <bool kStaged>
 cudaError_t launch_quantized(const QuantizedCombine& params, int ctas, const CudaContext& context) {
   const LaunchShape shape{ctas, kQuantizedThreads, 0};
   switch (params.combine.row_type) {
     case RowType::kFloat32:
-      return launch_with_rows<RowType::kFloat32, kStaged>(params, shape, context);
+      return launch(combine_quantized_kernel<RowType::kFloat32, kStaged>, shape, context, params);
     case RowType::kFloat16:
-      return launch_with_rows<RowType::kFloat16, kStaged>(params, shape, context);
+      return launch(combine_quantized_kernel<RowType::kFloat16, kStaged>, shape, context, params);
     case RowType::kBFloat16:
-      return launch_with_rows<RowType::kBFloat16, kStaged>(params, shape, context);
+      return launch(combine_quantized_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
   }
   return cudaErrorInvalidValue;
 }

@@ -1,6 +1,5 @@
 // Expert outputs as scaled FP8 (core/scaled_fp8.h): how their owner quantises them into its combine
-// rows. The bytes are those of one_sided/fp8_rows.cpp: the hardware rounds and saturates as
-// core/float_formats.h does.
+// rows. The bytes are those of one_sided/fp8_rows.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +7,7 @@
 #include "core/scaled_fp8.h"
 #include "one_sided/combine_plan.h"
 #include "one_sided/cuda_params.h"
+#include "one_sided/device/e4m3.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/stage_rows.cuh"
 #include "one_sided/device/workspace.cuh"
@@ -15,15 +15,6 @@
 #include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
-
-__device__ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint32_t codes;
-  asm("{.reg .b16 l,h; cvt.rn.satfinite.e4m3x2.f32 l,%2,%1; cvt.rn.satfinite.e4m3x2.f32 h,%4,%3;"
-      " mov.b32 %0,{l,h};}"
-      : "=r"(codes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return codes;
-}
 
 // What the 16 bytes of a row that one lane has loaded become.
 template <RowType kType>

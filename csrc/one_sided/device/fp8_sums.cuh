@@ -6,22 +6,13 @@
 
 #include "core/scaled_fp8.h"
 #include "one_sided/cuda_params.h"
+#include "one_sided/device/e4m3.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
-
-// By hardware; the same numbers as e4m3_to_float, and NaN for NaN.
-__device__ inline void unpack_e4m3(uint32_t codes, float (&number)[4]) {
-  uint32_t low, high;
-  asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.rn.f16x2.e4m3x2 %0,l; cvt.rn.f16x2.e4m3x2 %1,h;}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-  Chunk<RowType::kFloat16>::unpack(low, number[0], number[1]);
-  Chunk<RowType::kFloat16>::unpack(high, number[2], number[3]);
-}
 
 // A piece of a sum, by one warp: kFp8Vectors vectors of 8 elements a lane, which lie as the 16-byte
 // chunks of a row of 16-bit elements do. Its four scales in each of eight rows are a word a lane.

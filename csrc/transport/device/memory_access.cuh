@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "transport/device/architecture.cuh"
+
 namespace moe_ep {
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -211,7 +213,7 @@ __device__ void wait_at_barrier() {
 
 // Returns when the kernel before this one on the stream is complete and its writes are visible.
 __device__ inline void wait_for_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (kHasProgrammaticLaunch) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // The next kernel of the stream may start, as far as this CTA goes: the first call in it counts.
@@ -220,7 +222,9 @@ __device__ inline void wait_for_previous_kernel() {
 // one to be done makes the call while others of its CTA still wait: to leave it to the last cost
 // 0.8 us a launch. See docs/cake.md for why that may be.
 __device__ inline void allow_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (kHasProgrammaticLaunch) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
 }
 
 }  // namespace moe_ep

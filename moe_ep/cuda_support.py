@@ -1,0 +1,48 @@
+"""Can this build's kernels run on a device of this machine?"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ep import ops
+
+Capability = tuple[int, int]
+
+
+def reason_against(
+    backend: str, device: torch.device | None, min_capability: Capability
+) -> str | None:
+    """Return why a backend that runs on the CPU and on CUDA devices cannot run on a device of this
+    machine, or None if it can.
+
+    device: None asks whether any would do.
+    min_capability: of a CUDA device, and of the code that the library has for it.
+    """
+    if device is None or device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"{backend} runs on the CPU and on CUDA devices, got device {device}"
+    if not ops.has_cuda_kernels():
+        return "this build of moe_ep has no CUDA kernels"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device on this machine"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"there is no {device}: torch finds {count} CUDA device(s)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < min_capability:
+        wanted, found = _version(min_capability), _version(capability)
+        return f"{backend} needs compute capability {wanted} or newer, {device} has {found}"
+    code = ops.code_capability(capability)
+    if code is None or code < min_capability:
+        has = "no code" if code is None else f"only code for {_version(code)}"
+        return (
+            f"{backend} needs code for compute capability {_version(min_capability)} or newer, and "
+            f"this build of moe_ep has {has} for {device}, which has {_version(capability)}: build "
+            f"it with TORCH_CUDA_ARCH_LIST={_version(capability)}"
+        )
+    return None
+
+
+def _version(capability: Capability) -> str:
+    return ".".join(map(str, capability))
