@@ -51,6 +51,7 @@ OPS_CUDA_SOURCES = [
     "csrc/cake/launch.cu",
     "csrc/one_sided/combine_direct.cu",
     "csrc/one_sided/combine_fp8.cu",
+    "csrc/one_sided/combine_get.cu",
     "csrc/one_sided/combine_push.cu",
     "csrc/one_sided/combine_quantized.cu",
     "csrc/one_sided/copy_outputs.cu",
