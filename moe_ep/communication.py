@@ -121,6 +121,7 @@ class MoEEpCommunication(abc.ABC):
         self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
         self._destroyed: bool = False
         self._in_round: bool = False  # where others share the workspace: whose turn it is
+        self._rank_mask_enabled: bool = False  # a backend that takes masks sets it
         self._process: Final[int] = os.getpid()
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
@@ -134,10 +135,21 @@ class MoEEpCommunication(abc.ABC):
         self._shared = workspace
         workspace.admit(self)
 
+    def _drop_round(self) -> None:
+        """Forget a round that is open: the workspace begins anew."""
+        self._in_round = False
+        self._recorded = None
+
     @property
     def _comm(self) -> CommBackend:
         """What the group agrees over."""
         return self._shared.comm
+
+    def _comm_over(self, comm_backend: Any) -> CommBackend:
+        """Return what a user's comm_backend agrees over; None: the group."""
+        if comm_backend is None:
+            return self._comm
+        return as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
 
     # ---------------------------------------------------------------- what users call
 
@@ -323,6 +335,34 @@ class MoEEpCommunication(abc.ABC):
         """
         return self._shared.mapped_bytes
 
+    def reinitialize(self, comm_backend: Any = None) -> None:
+        """Begin anew in the same memory: no round is open, none has failed, no rank is behind.
+
+        For a rank that was masked off and comes back, and after a failure: a time-out, Ctrl-C, a
+        call that raised on some ranks only. Collective over the ranks that go on, for all objects
+        that share the workspace; a round that is open is dropped. Waits for the device. The
+        contents are lost; addresses stay, and captured CUDA graphs can be replayed.
+
+        comm_backend: as in the config, but of any ranks of the group, in any order, where
+            enable_rank_mask is set; else of all. None: the group of the communication.
+
+        Ranks that it leaves out must stay outside active_rank_mask until a later call has them in.
+        They must be dead, or outside of dispatch and combine for good: one that is still in a round
+        may write into the memory of the others. A process that has taken the place of a dead one
+        has no part in this memory: create the communication anew on all ranks.
+
+        Raises on all ranks together, with nothing changed: MoEEpConfigError where ranks are missing
+        or there twice, MoEEpStateError while the memory is released, where a checkpoint has lost
+        it, and of torch_dist, which has none. MoEEpTimeoutError where a rank of comm_backend does
+        not come: the object is then broken, and the call can be made again.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy and in
+        a forked process, on the rank alone.
+        """
+        self._require_present("reinitialize")
+        comm = self._comm_over(comm_backend)
+        with self._on_stream():
+            self._shared.reinitialize(comm, self._wait_for_device, in_part=self._rank_mask_enabled)
+
     def checkpoint_prepare(self) -> None:
         """Give the memory back and keep its addresses, for all objects that share the workspace.
 
@@ -368,10 +408,8 @@ class MoEEpCommunication(abc.ABC):
         a forked process, on the rank alone.
         """
         self._require_present("checkpoint_restore")
-        comm, group = self._comm, self._shared.group
-        if comm_backend is not None:
-            comm = as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
-            group = group_behind(comm)
+        comm = self._comm_over(comm_backend)
+        group = self._shared.group if comm_backend is None else group_behind(comm)
         with self._on_stream():
             self._shared.restore(comm)
         move(self._shared, group)
@@ -478,6 +516,11 @@ class MoEEpCommunication(abc.ABC):
         if handle == 0:
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
+
+    def _wait_for_device(self) -> None:
+        """Wait for what was queued, whatever becomes of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # ---------------------------------------------------------------- the state machine
 

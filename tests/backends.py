@@ -30,6 +30,7 @@ class Backend:
     masks: active_rank_mask.
     extra_bytes: extra_payload_bytes_per_token.
     statistics: eplb_stats_num_experts.
+    workspace: has memory that is kept between rounds.
     zero_copy: get_combine_input_buffer returns memory.
     low_precision: use_low_precision_combine.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
@@ -41,6 +42,7 @@ class Backend:
     masks: bool = False
     extra_bytes: bool = False
     statistics: bool = False
+    workspace: bool = False
     zero_copy: bool = False
     low_precision: bool = False
     interruptible: bool = False
@@ -57,12 +59,13 @@ ALL = (
         masks=True,
         extra_bytes=True,
         statistics=True,
+        workspace=True,
         zero_copy=True,
         low_precision=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
     ),
-    Backend("nvlink_two_sided", NVLinkTwoSidedAlltoAll, interruptible=True),
+    Backend("nvlink_two_sided", NVLinkTwoSidedAlltoAll, workspace=True, interruptible=True),
     Backend("torch_dist", TorchDistAlltoAll, statistics=True, devices=(CPU, NCCL)),
 )
 

@@ -20,27 +20,28 @@ void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
     fail("MoEEpTimeoutError", "rank ", ep_rank, " met rank ", record.peer, " in ",
          phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
          " expected, ", record.epoch_seen,
-         " seen): a call failed on one of them only. Re-create the "
-         "communication on all ranks.");
+         " seen): a call failed on one of them only. Call reinitialize, or re-create the "
+         "communication, on all ranks.");
   }
   fail("MoEEpTimeoutError", "rank ", ep_rank, " waited ", record.timeout_sec, " s in ",
        phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
        " expected, ", record.epoch_seen,
        in_step ? " seen: it stopped among its rows). Rank " : " seen). Rank ", record.peer,
-       " may be dead, slow, or in another number of rounds; re-create the "
+       " may be dead, slow, or in another number of rounds. Call reinitialize on the ranks that go "
+       "on, and mask the others off where the backend takes a mask; or re-create the "
        "communication, without it if it is dead.");
 }
 
 void raise_timed_out_earlier(const TimeoutRecord& record) {
   fail("MoEEpStateError", "a wait on rank ", record.peer,
-       " timed out earlier, so the ranks are out of step: destroy this communication and create "
-       "it again, without that rank if it is dead");
+       " timed out earlier, so the ranks are out of step: initialise the workspace again on all "
+       "ranks that go on, or create it again, without that rank if it is dead");
 }
 
 void raise_interrupt() {
   fail("Interrupted",
-       "a signal handler ended the wait; the round is lost, re-create the "
-       "communication on all ranks");
+       "a signal handler ended the wait; the round is lost, call reinitialize, or re-create the "
+       "communication, on all ranks");
 }
 
 void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {

@@ -122,8 +122,8 @@ class CakeAlltoAll(MoEEpCommunication):
             on `device`: then it is read when the kernel runs, also in a captured graph. Tokens to
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
             ranks are active. Mask a rank only once it is dead or has returned from its last
-            combine: nobody waits until it has read what it still needs. It cannot come back into
-            this object, nor into those that share its workspace.
+            combine: nobody waits until it has read what it still needs. To have it back, call
+            `reinitialize` on it and on the others, before its bit is set again.
         """
         self._check_rank_mask(active_rank_mask)
         self._refuse_foreign_capture("dispatch")

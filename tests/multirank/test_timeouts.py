@@ -123,9 +123,11 @@ def test_a_peer_that_never_calls_is_named_with_phase_and_epoch(
     epoch = full_rounds + 1
     for word in ("rank 0", "rank 1", silent_in, f"epoch {epoch} expected"):
         assert word in waited.error
-    # What can be done about it: a mask does not mend the object.
+    # What can be done about it.
+    assert ("reinitialize" in waited.error and "mask" in waited.error) == backend.workspace
     assert re.search(r"re-create the \w+, without it if it is dead\.$", waited.error), waited.error
     assert "re-create" in waited.next_call
+    assert ("reinitialize" in waited.next_call) == backend.workspace
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
     assert outcomes[0].seconds < outcomes[1].seconds  # it did not wait for its peer to leave
 
