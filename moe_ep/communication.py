@@ -30,6 +30,7 @@ from moe_ep.errors import (
     MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
+    MoEEpMaskDisagreementError,
     MoEEpStateError,
     MoEEpTimeoutError,
     translate_op_error,
@@ -63,8 +64,8 @@ class MoEEpCommunication(abc.ABC):
 
     Hooks get checked arguments and know nothing about the state machine. They report failures by
     raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
-    it is. MoEEpTimeoutError and any exception that is not of this library break the object; after
-    any other MoEEpError the object goes on.
+    it is. MoEEpTimeoutError, MoEEpMaskDisagreementError and any exception that is not of this
+    library break the object; after any other MoEEpError the object goes on.
     A backend that takes more keywords (`active_rank_mask`) overrides `dispatch` and `combine` with
     the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
     """
@@ -202,10 +203,10 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError (dtype), MoEEpConfigError (shape, device, size) and MoEEpStateError before
         anything is sent.
         Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
-        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is
-        then broken. Where the device finds out (cake on CUDA), `check` raises both, else a later
-        call: a time-out any, a disagreement a combine. Until then nothing counts as received, and
-        the sums are NaN.
+        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`, and on the CPU
+        soon after its process has ended or it has given up itself; the object is then broken. Where
+        the device finds out (cake on CUDA), `check` raises both, else a later call: a time-out any,
+        a disagreement a combine. Until then nothing counts as received, and the sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -620,7 +621,8 @@ class MoEEpCommunication(abc.ABC):
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
         shared = self._shared
         # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
-        if not isinstance(error, MoEEpError | TypeError) or isinstance(error, MoEEpTimeoutError):
+        breaks = isinstance(error, MoEEpTimeoutError | MoEEpMaskDisagreementError)
+        if breaks or not isinstance(error, MoEEpError | TypeError):
             shared.state = BROKEN
             shared.broken_by = str(exc if error is None else error)
             raise exc if error is None else error from None

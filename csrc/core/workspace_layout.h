@@ -7,13 +7,14 @@
 #include "core/geometry.h"
 #include "core/host_device.h"
 #include "core/limits.h"
+#include "core/process_identity.h"
 #include "core/rank_mask.h"
 #include "core/status.h"
 
 namespace moe_ep {
 
-// First bytes of a segment: private to its rank, peers never touch it (except `sleepers`, which
-// they read).
+// First bytes of a segment: private to its rank, peers never touch it. (On the CPU they read
+// `sleepers`, and where they wait long, `epoch`, `active`, `timeout` and `process`.)
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
   // The workspace as this rank maps it: a clone of the tensor does not match.
@@ -29,6 +30,7 @@ struct ControlBlock {
   RankMask active;  // of the round in flight: combine must be called with the same
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
+  ProcessIdentity process;  // the rank's; on the CPU
 };
 
 inline constexpr uint64_t kWorkspaceMagic = 0x6d6f655f65703031u;  // "moe_ep01"
@@ -44,12 +46,13 @@ inline constexpr uint64_t kWorkspaceMagic = 0x6d6f655f65703031u;  // "moe_ep01"
 struct alignas(16) RoundHeader {
   int32_t num_rows;         // rows from this source in its block
   int32_t tokens_per_rank;  // must be the same on all ranks
-  uint32_t signature;       // CUDA: hash of all that must be the same on all ranks
-  uint32_t dispatched;      // flag: epoch whose rows, ids, weights and header fields are in place
-  int32_t has_weights;      // must be the same on all ranks
-  int32_t has_stats;        // likewise
-  int32_t num_payloads;     // likewise
-  uint32_t detailed;        // CUDA: flag: epoch whose fields below `dispatched` are in place
+  // Hash of what must be the same on all ranks: on CUDA all of it, on the CPU the rank mask.
+  uint32_t signature;
+  uint32_t dispatched;   // flag: epoch whose rows, ids, weights and header fields are in place
+  int32_t has_weights;   // must be the same on all ranks
+  int32_t has_stats;     // likewise
+  int32_t num_payloads;  // likewise
+  uint32_t detailed;     // CUDA: flag: epoch whose fields below `dispatched` are in place
   int64_t row_bytes[kMaxPayloads];  // must be the same on all ranks
 };
 static_assert(sizeof(RoundHeader) == 64 && alignof(RoundHeader) == 16);

@@ -8,6 +8,7 @@
 #include "cake/cpu.h"
 #include "ops/combine_args.h"
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/parallel.h"
 #include "ops/round_errors.h"
 #include "ops/tensor_args.h"
@@ -32,7 +33,7 @@ void run(const cake::CombineParams& p, ControlBlock& control) {
     case Outcome::kDone:
       break;
     case Outcome::kTimeout:
-      raise_timeout(control.timeout, p.workspace.ep_rank);
+      raise_missed(rows_of(p.workspace));
     case Outcome::kInterrupted:
       raise_interrupt();
     case Outcome::kDisagreement:

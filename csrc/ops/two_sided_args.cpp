@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/round_errors.h"
 #include "two_sided/cpu.h"
 
@@ -19,12 +20,12 @@ two_sided::Geometry geometry_of_fifos(const std::vector<int64_t>& f) {
   }
 }
 
+}  // namespace
+
 WorkspaceRows rows_of(const two_sided::WorkspaceView& view) {
   return {view.base, view.rank_stride, view.ep_rank, view.geometry.ep_size,
           static_cast<int64_t>(two_sided::FifoLayout::of(view.geometry).segment_bytes)};
 }
-
-}  // namespace
 
 two_sided::WorkspaceView two_sided_workspace(const Tensor& workspace,
                                              const std::vector<int64_t>& geometry,
@@ -66,8 +67,8 @@ const int32_t* send_tokens_from(const Tensor& send_tokens,
   return tokens;
 }
 
-void raise_unless_met(Outcome outcome, const ControlBlock& control, int32_t ep_rank) {
-  if (outcome == Outcome::kTimeout) raise_timeout(control.timeout, ep_rank);
+void raise_unless_met(Outcome outcome, const two_sided::WorkspaceView& workspace) {
+  if (outcome == Outcome::kTimeout) raise_missed(rows_of(workspace));
   if (outcome == Outcome::kInterrupted) raise_interrupt();
 }
 

@@ -18,6 +18,7 @@ namespace moe_ep::ops {
 two_sided::WorkspaceView two_sided_workspace(const Tensor& workspace,
                                              const std::vector<int64_t>& geometry, int64_t ep_rank);
 
+WorkspaceRows rows_of(const two_sided::WorkspaceView& workspace);
 ControlBlock& initialised_control(const two_sided::WorkspaceView& workspace);
 
 void check_outside_workspace(const char* name, const Tensor& tensor,
@@ -30,6 +31,6 @@ const int32_t* send_tokens_from(const Tensor& send_tokens,
                                 const two_sided::WorkspaceView& workspace);
 
 // Raises what an outcome other than kDone and kDisagreement means.
-void raise_unless_met(Outcome outcome, const ControlBlock& control, int32_t ep_rank);
+void raise_unless_met(Outcome outcome, const two_sided::WorkspaceView& workspace);
 
 }  // namespace moe_ep::ops

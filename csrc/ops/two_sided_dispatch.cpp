@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> two_sided_prepare(
   p.out_recv_counts = data(recv_counts);
   p.out_headers = headers.data();
   const Outcome outcome = two_sided::prepare(p);
-  raise_unless_met(outcome, control, p.workspace.ep_rank);
+  raise_unless_met(outcome, p.workspace);
   if (outcome == Outcome::kDisagreement) raise_dispatch_disagreement(headers.data(), g.ep_size);
   return {sent_ids, send_tokens, send_counts, recv_counts};
 }
@@ -116,7 +116,7 @@ void two_sided_alltoallv(Tensor workspace, std::vector<Tensor> rows, Tensor send
   p.tokens_per_rank = control.tokens_per_rank;
   p.send_tokens = send_tokens_from(send_tokens, p.workspace);
   set_fields(p, control, rows, received, workspace);
-  raise_unless_met(two_sided::alltoallv(p), control, p.workspace.ep_rank);
+  raise_unless_met(two_sided::alltoallv(p), p.workspace);
 }
 
 }  // namespace

@@ -12,12 +12,12 @@ namespace {
 
 std::atomic<InterruptCheck> interrupt_check{nullptr};
 
+}  // namespace
+
 WorkspaceRows rows_of(const cake::WorkspaceView& view) {
   return {view.base, view.rank_stride, view.ep_rank, view.geometry.ep_size,
           static_cast<int64_t>(WorkspaceLayout::of(view.geometry).segment_bytes)};
 }
-
-}  // namespace
 
 int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high) {
   check(value >= low && value <= high, name, " must be in [", low, ", ", high, "], got ", value);

@@ -33,6 +33,7 @@ struct WorkspaceRows {
 // Checks type and shape of `[ep_size, segment_bytes]`; not yet whether it was initialised.
 WorkspaceRows workspace_rows(const Tensor& workspace, int64_t ep_size, int64_t segment_bytes,
                              int64_t ep_rank);
+WorkspaceRows rows_of(const cake::WorkspaceView& workspace);
 cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry,
                                    int64_t ep_rank);
 

@@ -29,7 +29,7 @@ def build(program: Path, sources: Sequence[Path], flags: Sequence[str], csrc: Pa
 def build_threads(transport: str, csrc: Path, program: Path, sanitizer: str) -> None:
     """Build `<transport>_threads.cpp` under a sanitizer."""
     sources = [ROOT / f"tests/native/{transport}_threads.cpp"]
-    for folder in (transport, "transport"):
+    for folder in (transport, "transport", "core"):
         sources += sorted((csrc / folder).glob("*.cpp"))
     build(program, sources, ["-O1", "-g", f"-fsanitize={sanitizer}"], csrc)
 
