@@ -331,10 +331,10 @@ class MoEEpCommunication(abc.ABC):
     def workspace_bytes(self) -> int:
         """Bytes of memory that this rank holds for the object between rounds.
 
-        Objects that share a workspace each report the whole of it. 0 after destroy and while the
-        memory is released; 0 always where a backend holds none.
+        Objects that share a workspace each report the whole of it. 0 after destroy, while the
+        memory is released, and in a forked process; 0 always where a backend holds none.
         """
-        return self._shared.mapped_bytes
+        return self._shared.mapped_bytes if os.getpid() == self._process else 0
 
     def reinitialize(self, comm_backend: Any = None) -> None:
         """Begin anew in the same memory: no round is open, none has failed, no rank is behind.
@@ -356,10 +356,11 @@ class MoEEpCommunication(abc.ABC):
         or there twice, MoEEpStateError while the memory is released, where a checkpoint has lost
         it, and of torch_dist, which has none. MoEEpTimeoutError where a rank of comm_backend does
         not come: the object is then broken, and the call can be made again.
-        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy and in
-        a forked process, on the rank alone.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
+        forked process and while a CUDA graph is being captured, on the rank alone.
         """
         self._require_present("reinitialize")
+        self._refuse_capture("reinitialize")
         comm = self._comm_over(comm_backend)
         with self._on_stream():
             self._shared.reinitialize(comm, self._wait_for_device, in_part=self._rank_mask_enabled)
@@ -380,9 +381,11 @@ class MoEEpCommunication(abc.ABC):
         combine first) or on a broken object; what the device has recorded, as `check` does.
         Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
         is then broken, and the ranks must restart.
-        Raises MoEEpStateError after destroy and in a forked process, on the rank alone.
+        Raises MoEEpStateError after destroy, in a forked process and while a CUDA graph is being
+        captured, on the rank alone.
         """
         self._require_present("checkpoint_prepare")
+        self._refuse_capture("checkpoint_prepare")
         backward_round.close_left_open(self)
         with self._on_stream():
             self._shared.prepare(self.check)
@@ -405,10 +408,11 @@ class MoEEpCommunication(abc.ABC):
         some ranks have not released; MoEEpPlatformError where the memory cannot be had any more.
         Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
         is then broken, and the ranks must restart.
-        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy and in
-        a forked process, on the rank alone.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
+        forked process and while a CUDA graph is being captured, on the rank alone.
         """
         self._require_present("checkpoint_restore")
+        self._refuse_capture("checkpoint_restore")
         comm = self._comm_over(comm_backend)
         group = self._shared.group if comm_backend is None else group_behind(comm)
         with self._on_stream():
@@ -640,6 +644,17 @@ class MoEEpCommunication(abc.ABC):
     def _require_alive(self, call: str) -> None:
         self._require_present(call)
         self._shared.require_whole(call, self._who)
+
+    def _refuse_capture(self, call: str) -> None:
+        """Raise where the current stream of the device is being captured: the host must wait."""
+        if self.device.type != "cuda":
+            return
+        with torch.cuda.device(self.device), self._on_stream():
+            if not torch.cuda.is_current_stream_capturing():
+                return
+        raise MoEEpStateError(
+            f"{call} while a CUDA graph is being captured ({self._who}): call it after the capture."
+        )
 
     def _require_present(self, call: str) -> None:
         """Raise unless the object is this process's and is not destroyed."""

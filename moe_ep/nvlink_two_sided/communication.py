@@ -28,7 +28,8 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
     Processes of one host over anonymous shared memory; this build runs it on the CPU. A rank's
     `workspace_bytes` depend on the number of ranks alone, not on `max_tokens_per_rank` or
     `hidden_size`: rows only pass through, and what dispatch returns are ordinary tensors of the
-    round, which stay valid as long as they are kept. A call runs on the thread that makes it.
+    round, which stay valid as long as they are kept. A call runs on the thread that makes it. It
+    takes no `active_rank_mask`: a round needs all ranks.
     """
 
     config_type = NVLinkTwoSidedConfig

@@ -139,6 +139,44 @@ def meet_a_slow_peer(context: RankContext, backend: str, nap: float) -> Any:
         return play_round(communication, round_number(0, context.size))
 
 
+def fall_silent_after_a_slow_start(
+    context: RankContext, backend: str, budget: int, start: float
+) -> tuple[Any, Waited | None]:
+    """Body: rank 1 comes late to its first round, as one that compiles, and to no other."""
+    communication = open_communication(context, backend, budget)
+    if context.rank == 1:
+        time.sleep(start)
+    played = play_round(communication, round_number(0, context.size))
+    if context.rank == 1:
+        time.sleep(budget + 2)
+        return played, None
+    return played, expect_timeout(communication, lambda: dispatch_round(communication, 1))
+
+
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("budget", "start"), [(1, 0.5), pytest.param(30, 20, marks=pytest.mark.slow)]
+)
+def test_each_wait_has_the_whole_budget_and_no_more(
+    ranks: RunOnRanks, backend: Backend, device: str, budget: int, start: float
+) -> None:
+    if budget == 30 and backend.name != "cake":
+        pytest.skip("one backend has shown that the number is what is waited")
+    outcomes = ranks(
+        2,
+        fall_silent_after_a_slow_start,
+        device=device,
+        dedicated=True,
+        seconds=budget + start + 20,
+        backend=backend.name,
+        budget=budget,
+        start=start,
+    )
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    check(PARAMS, round_number(0, 2), [outcome.value[0] for outcome in outcomes])
+    assert budget <= outcomes[0].value[1].seconds <= budget + 1
+
+
 def combine_with_a_silent_peer(context: RankContext, backend: str) -> torch.Tensor | None:
     """Body: the output of a combine that rank 1 never joined."""
     communication = open_communication(context, backend, BUDGET)
