@@ -29,7 +29,11 @@ SIZE = 4
 BUDGET = 20
 # What a round moves: from nearly nothing, so that the kill falls between rounds or in a wait, to
 # many MiB, so that it falls among rows.
-SIZES = [MoEEpCommParams(8, 4, 3, 16), MoEEpCommParams(8, 4, 60, 512), MoEEpCommParams(8, 4, 300, 4096)]
+SIZES = [
+    MoEEpCommParams(8, 4, 3, 16),
+    MoEEpCommParams(8, 4, 60, 512),
+    MoEEpCommParams(8, 4, 300, 4096),
+]
 
 
 def play_until_a_rank_is_killed(
@@ -84,8 +88,11 @@ def test_every_survivor_of_a_kill_raises_soon_names_a_rank_and_leaves(
         assert outcomes[victim].exit_code == -signal.SIGKILL, where
         survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
         assert all(outcome.error is None and outcome.exit_code == 0 for outcome in survivors), where
+        # Over Gloo a survivor may see first that another one has let go.
+        named = r"for rank \d"
+        if backend.workspace:
+            named = rf"rank {victim}\b.*, whose process has ended"
         for outcome in survivors:
-            named = rf"rank {victim}\b.*, whose process has ended" if backend.workspace else r"for rank \d"
             assert re.search(named, outcome.value[0]), where
         then = float(killed_at.read_text())
         times = [outcome.value[1] - then for outcome in survivors]
@@ -93,7 +100,6 @@ def test_every_survivor_of_a_kill_raises_soon_names_a_rank_and_leaves(
         first_errors.append(min(times))
         last_errors.append(max(times))
     first, last = (sorted(errors) for errors in (first_errors, last_errors))
-    print(
-        f"\n{backend}: {KILLS} kills; seconds to the first error: median {first[KILLS // 2]:.3f}, "
-        f"at most {first[-1]:.3f}; to the last: median {last[KILLS // 2]:.3f}, at most {last[-1]:.3f}"
-    )
+    print(f"\n{backend}: {KILLS} kills; seconds from the kill")
+    for which, seconds in (("first", first), ("last", last)):
+        print(f"  to the {which} error: median {seconds[KILLS // 2]:.3f}, at most {seconds[-1]:.3f}")
