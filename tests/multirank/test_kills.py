@@ -102,4 +102,5 @@ def test_every_survivor_of_a_kill_raises_soon_names_a_rank_and_leaves(
     first, last = (sorted(errors) for errors in (first_errors, last_errors))
     print(f"\n{backend}: {KILLS} kills; seconds from the kill")
     for which, seconds in (("first", first), ("last", last)):
-        print(f"  to the {which} error: median {seconds[KILLS // 2]:.3f}, at most {seconds[-1]:.3f}")
+        middle, most = seconds[KILLS // 2], seconds[-1]
+        print(f"  to the {which} error: median {middle:.3f}, at most {most:.3f}")

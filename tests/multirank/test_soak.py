@@ -35,9 +35,7 @@ def stamp(index: int, rank: int) -> float:
     return float(index * 2**8 + rank)
 
 
-def soak(
-    context: RankContext, backend: str, rounds: int, masked: bool = False
-) -> tuple[int, int]:
+def soak(context: RankContext, backend: str, rounds: int, masked: bool = False) -> tuple[int, int]:
     """Body: the same ids in every round, a new stamp in every row; return growth of descriptors
     and of resident bytes after the first tenth.
 
