@@ -1,7 +1,7 @@
 """A rank is killed anywhere in its rounds: do all others raise soon, name it, and leave?
 
-MOE_EP_KILLS sets how many are killed for each backend, 4 by default: `MOE_EP_KILLS=70 pytest -s
-tests/multirank/test_kills.py` takes ten minutes and prints how long the errors took.
+MOE_EP_KILLS sets how many are killed for each backend, 4 by default: `MOE_EP_KILLS=67 pytest -s
+tests/multirank/test_kills.py` kills 200, takes a quarter of an hour and prints how long the errors took.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.rounds import random_round
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 KILLS = int(os.environ.get("MOE_EP_KILLS", "4"))
 SIZE = 4
-BUDGET = 20
+BUDGET = 60
+SOON = 20  # on a machine with other work; without, a few tenths of a second
 # What a round moves: from nearly nothing, so that the kill falls between rounds or in a wait, to
 # many MiB, so that it falls among rows.
 SIZES = [
@@ -96,7 +97,7 @@ def test_every_survivor_of_a_kill_raises_soon_names_a_rank_and_leaves(
             assert re.search(named, outcome.value[0]), where
         then = float(killed_at.read_text())
         times = [outcome.value[1] - then for outcome in survivors]
-        assert max(times) < (5 if backend.workspace else BUDGET + 5), where
+        assert max(times) < (SOON if backend.workspace else BUDGET + 5), where
         first_errors.append(min(times))
         last_errors.append(max(times))
     first, last = (sorted(errors) for errors in (first_errors, last_errors))
