@@ -1,7 +1,7 @@
 """A rank is killed anywhere in its rounds: do all others raise soon, name it, and leave?
 
-MOE_EP_KILLS sets how many are killed for each backend, 4 by default: `MOE_EP_KILLS=67 pytest -s
-tests/multirank/test_kills.py` kills 200, takes a quarter of an hour and prints how long the errors took.
+MOE_EP_KILLS sets how many are killed for each backend, 4 by default. With 67, and `pytest -s`, it
+kills 200 in a quarter of an hour, and prints how long the errors took.
 """
 
 from __future__ import annotations
