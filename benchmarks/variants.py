@@ -24,6 +24,8 @@ class Variant:
     stats: statistics of every expert travel with dispatch.
     fp8_combine: rows travel back as scaled FP8. The limits are still those of a round that moves
         unquantised rows.
+    lamport: of the nvlink_one_sided backend: whether steps go over its Lamport transport; None: as
+        it decides.
     """
 
     label: str
@@ -34,6 +36,7 @@ class Variant:
     mask: bool = False
     stats: bool = False
     fp8_combine: bool = False
+    lamport: bool | None = None
 
     def options(self, num_experts: int) -> dict[str, Any]:
         """Return settings for create_communication."""
@@ -46,6 +49,8 @@ class Variant:
             options["eplb_stats_num_experts"] = num_experts
         if self.fp8_combine:
             options["use_low_precision_combine"] = True
+        if self.lamport is not None:
+            options["lamport"] = self.lamport
         return options
 
     @property
@@ -66,8 +71,10 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "mask": {"mask": True},
     "stats": {"stats": True},
     "fp8-combine": {"fp8_combine": True},
+    "lamport": {"lamport": True},
+    "fence": {"lamport": False},
 }
-CUDA_MODIFIERS = ("graph", "steady", "phases", "pdl", "no-pdl")
+CUDA_MODIFIERS = ("graph", "steady", "phases", "pdl", "no-pdl", "lamport", "fence")
 
 
 def parse_variant(text: str, *, mode: str, zero_copy: bool, pdl: bool | None) -> Variant:

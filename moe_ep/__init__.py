@@ -18,6 +18,7 @@ from moe_ep.errors import (
     MoEEpTimeoutError,
 )
 from moe_ep.expert_major import ExpertMajorRows
+from moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig
 from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
@@ -49,6 +50,8 @@ __all__ = [
     "MoEEpPlatformError",
     "MoEEpStateError",
     "MoEEpTimeoutError",
+    "NVLinkOneSidedAlltoAll",
+    "NVLinkOneSidedConfig",
     "NVLinkTwoSidedAlltoAll",
     "NVLinkTwoSidedConfig",
     "QuantFormat",

@@ -37,6 +37,7 @@ from moe_ep.errors import (
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
+from moe_ep.streams import on_stream_of
 from moe_ep.workspace_sharing import move
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
 
@@ -122,7 +123,8 @@ class MoEEpCommunication(abc.ABC):
         self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
         self._destroyed: bool = False
         self._in_round: bool = False  # where others share the workspace: whose turn it is
-        self._rank_mask_enabled: bool = False  # a backend that takes masks sets it
+        # A setting of the backends that take masks.
+        self._rank_mask_enabled: Final[bool] = getattr(config, "enable_rank_mask", False)
         self._process: Final[int] = os.getpid()
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
@@ -205,8 +207,9 @@ class MoEEpCommunication(abc.ABC):
         Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
         closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`, and on the CPU
         soon after its process has ended or it has given up itself; the object is then broken. Where
-        the device finds out (cake on CUDA), `check` raises both, else a later call: a time-out any,
-        a disagreement a combine. Until then nothing counts as received, and the sums are NaN.
+        the device finds out (on CUDA, but for torch_dist), `check` raises both, else a later call:
+        a time-out any, a disagreement a combine. Until then nothing counts as received, and the
+        sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -236,8 +239,9 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
         still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
         (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
-        does not answer in `timeout_sec`. Where the device finds out (cake on CUDA), what it has not
-        recorded yet when combine is called is raised by a later combine or by `check`.
+        does not answer in `timeout_sec`. Where the device finds out (on CUDA, but for torch_dist),
+        what it has not recorded yet when combine is called is raised by a later combine or by
+        `check`.
         """
         return self._run_combine(expert_output, output=output)
 
@@ -516,11 +520,8 @@ class MoEEpCommunication(abc.ABC):
         """Free everything. Called once. Waits for nobody: peers may be dead or in a round."""
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a backend works: the stream that the user chose."""
-        handle = self._bootstrap.stream
-        if handle == 0:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
+        """Return the context in which a backend works."""
+        return on_stream_of(self._bootstrap)
 
     def _wait_for_device(self) -> None:
         """Wait for what was queued, whatever becomes of it."""

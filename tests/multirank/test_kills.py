@@ -1,6 +1,6 @@
 """A rank is killed anywhere in its rounds: do all others raise soon, name it, and leave?
 
-MOE_EP_KILLS sets how many are killed for each backend, 4 by default. With 67, and `pytest -s`, it
+MOE_EP_KILLS sets how many are killed for each backend, 3 by default. With 67, and `pytest -s`, it
 kills 200 in a quarter of an hour, and prints how long the errors took.
 """
 
@@ -24,7 +24,7 @@ from tests.ranks import RankContext
 from tests.rounds import random_round
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
-KILLS = int(os.environ.get("MOE_EP_KILLS", "4"))
+KILLS = int(os.environ.get("MOE_EP_KILLS", "3"))
 SIZE = 4
 BUDGET = 60
 SOON = 20  # on a machine with other work; without, a few tenths of a second

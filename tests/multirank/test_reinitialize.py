@@ -167,7 +167,7 @@ def lose_a_rank(
         said = str(missed)
     left = [rank for rank in range(context.size) if rank != victim]
     group = dist.new_group(left, use_local_synchronization=True)
-    place_before = communication._workspace.data_ptr()  # type: ignore[attr-defined]
+    place_before = communication._shared.tensor.data_ptr()
     communication.reinitialize(group)
     played = [play_round(communication, each) for each in after]
     same_place = communication._workspace.data_ptr() == place_before  # type: ignore[attr-defined]

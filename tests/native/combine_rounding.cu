@@ -9,13 +9,13 @@
 #include <cstring>
 #include <vector>
 
-#include "cake/device/fp8_stage.cuh"
-#include "cake/device/fp8_sums.cuh"
-#include "cake/device/row_sum.cuh"
 #include "core/float_formats.h"
 #include "core/scaled_fp8.h"
+#include "one_sided/device/fp8_stage.cuh"
+#include "one_sided/device/fp8_sums.cuh"
+#include "transport/device/row_sum.cuh"
 
-namespace moe_ep::cake {
+namespace moe_ep::one_sided {
 namespace {
 
 constexpr int kMaxRows = 6;
@@ -283,11 +283,11 @@ bool check() {
 }
 
 }  // namespace
-}  // namespace moe_ep::cake
+}  // namespace moe_ep::one_sided
 
 int main() {
   using moe_ep::RowType;
-  using namespace moe_ep::cake;
+  using namespace moe_ep::one_sided;
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     std::printf("no GPU\n");

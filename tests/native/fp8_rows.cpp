@@ -1,7 +1,7 @@
 // Do cake's vectorised functions on FP8 rows do what core/scaled_fp8.h says, element by element?
 // All row types, sizes around the vector width and the scale's block, random bit patterns (with few
 // infinities and NaNs, which take their whole block with them).
-#include "cake/fp8_rows.h"
+#include "one_sided/fp8_rows.h"
 
 #include <cstdint>
 #include <cstdio>
@@ -12,7 +12,7 @@
 #include "core/float_formats.h"
 
 using namespace moe_ep;
-using namespace moe_ep::cake;
+using namespace moe_ep::one_sided;
 
 namespace {
 
