@@ -170,7 +170,7 @@ def lose_a_rank(
     place_before = communication._shared.tensor.data_ptr()
     communication.reinitialize(group)
     played = [play_round(communication, each) for each in after]
-    same_place = communication._workspace.data_ptr() == place_before  # type: ignore[attr-defined]
+    same_place = communication._shared.tensor.data_ptr() == place_before
     communication.destroy()
     return played, same_place, said
 

@@ -1,6 +1,6 @@
 """Does anything stale ever show, over thousands of rounds with delays at random places?
 
-MOE_EP_SOAK multiplies the rounds on the CPU: with 25 they are more than 100,000 over all backends.
+MOE_EP_SOAK multiplies the rounds on the CPU: with 16 they are more than 100,000 over all backends.
 """
 
 from __future__ import annotations
