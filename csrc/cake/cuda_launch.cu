@@ -121,7 +121,7 @@ CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& con
   k.hidden_size = p.hidden_size;
   k.row_type = p.row_type;
   k.row_bytes = p.hidden_size * row_type_bytes(p.row_type);
-  k.pitch = row_pitch(travelling_row_bytes(p));
+  k.pitch = travelling_row_pitch(p);
   k.expert_output = p.expert_output;
   k.expert_output_stride = p.expert_output_stride;
   k.expert_output_is_aligned = is_aligned(p.expert_output, p.expert_output_stride, k.row_bytes);

@@ -30,8 +30,9 @@ namespace moe_ep {
 
 inline constexpr int64_t kFp8Block = 128;  // elements of a scale
 
-// A row in memory: hidden_size elements from its start, the scales at the end of its pitch. So both
-// are aligned whatever the hidden size.
+// A row in memory: hidden_size elements from its start, the scales behind them, on a cache line of
+// their own where the pitch has room for that, else at its end. So both are aligned whatever the
+// hidden size.
 struct Fp8Row {
   int64_t num_blocks;
   int64_t bytes;          // of elements and scales
@@ -43,8 +44,10 @@ struct Fp8Row {
     row.num_blocks = (hidden_size + kFp8Block - 1) / kFp8Block;
     const int64_t scale_bytes = row.num_blocks * static_cast<int64_t>(sizeof(float));
     row.bytes = hidden_size + scale_bytes;
-    row.pitch = row_pitch(row.bytes);
-    row.scales_offset = static_cast<int64_t>(row.pitch) - scale_bytes;
+    row.pitch = row_pitch_in_lines(row.bytes);
+    const int64_t last = static_cast<int64_t>(row.pitch) - scale_bytes;
+    const int64_t line = last - last % static_cast<int64_t>(kRegionAlignment);
+    row.scales_offset = line >= hidden_size ? line : last;
     return row;
   }
 };

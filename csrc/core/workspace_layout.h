@@ -119,6 +119,12 @@ MOE_EP_HOST_DEVICE constexpr uint64_t row_pitch(int64_t row_bytes) {
   return (static_cast<uint64_t>(row_bytes) + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
 }
 
+// The same for rows that travel in low precision: whole cache lines, since a link between GPUs moves
+// lines, and rows that share one cost it packets.
+MOE_EP_HOST_DEVICE constexpr uint64_t row_pitch_in_lines(int64_t row_bytes) {
+  return LayoutBuilder::align_up(static_cast<uint64_t>(row_bytes));
+}
+
 // The most that the pitches of a token's payload rows can sum to.
 MOE_EP_HOST_DEVICE constexpr uint64_t max_payload_pitch(const Geometry& g) {
   return row_pitch(g.dispatch_bytes_per_token) + (kMaxPayloads - 1) * kRowAlignment;
@@ -175,7 +181,8 @@ struct WorkspaceLayout {
   Region topk_ids;     // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
   Region topk_weights;  // the same in float32
   Region payloads;      // received rows, see PayloadPlacement; block s is written by rank s
-  // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers
+  // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart, or row_pitch_in_lines in low
+  // precision; private, read by the peers
   Region combine_rows;
   // Small steps on CUDA, see PacketSlots: [ep_size, low_latency_tokens] slots, block r written by
   // rank r.
@@ -187,6 +194,11 @@ struct WorkspaceLayout {
 
   // What `initialize` zeroes begins at 0 and ends here; behind it only the packets need zeros.
   MOE_EP_HOST_DEVICE constexpr uint64_t end_of_control() const { return send_slots.offset; }
+
+  // Room for rows of either precision.
+  MOE_EP_HOST_DEVICE static constexpr uint64_t combine_rows_bytes(const Geometry& g) {
+    return static_cast<uint64_t>(g.max_rows()) * row_pitch_in_lines(g.combine_bytes_per_token);
+  }
 
   static constexpr uint64_t kHeaderStride =
       (sizeof(RoundHeader) + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
@@ -211,7 +223,7 @@ struct WorkspaceLayout {
     w.topk_weights = builder.take(rows * top_k * sizeof(float));
     // One alignment step a payload and row, and one a payload: see PayloadPlacement.
     w.payloads = builder.take(rows * max_payload_pitch(g) + kMaxPayloads * kRegionAlignment);
-    w.combine_rows = builder.take(rows * row_pitch(g.combine_bytes_per_token));
+    w.combine_rows = builder.take(combine_rows_bytes(g));
     const auto slots = ranks * static_cast<uint64_t>(g.low_latency_tokens);
     w.dispatch_packets = builder.take(slots * PacketSlots::of_dispatch(g));
     w.stats_packets = builder.take(g.low_latency_tokens > 0 ? ranks * PacketSlots::of_stats(g) : 0);
