@@ -57,8 +57,7 @@ void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& 
   int32_t num_rows = 0;
   for (; num_rows < g.max_destinations() && slots[num_rows].rank >= 0; ++num_rows) {
     const SendSlot& slot = slots[num_rows];
-    rows[num_rows] =
-        Segment(p.workspace, layout, slot.rank).combine_row(first + slot.row, pitch);
+    rows[num_rows] = Segment(p.workspace, layout, slot.rank).combine_row(first + slot.row, pitch);
   }
   if (p.quantized == nullptr) {
     uint8_t* out = p.output + token * p.hidden_size * row_type_bytes(p.row_type);

@@ -150,8 +150,8 @@ cudaError_t initialize_on_device(const WorkspaceView& workspace, cudaStream_t st
   uint8_t* segment = workspace.segment(workspace.ep_rank);
   const cudaError_t error = cudaMemsetAsync(segment, 0, layout.end_of_control(), stream);
   if (error != cudaSuccess) return error;
-  const uint64_t packets = layout.dispatch_packets.offset;
-  return cudaMemsetAsync(segment + packets, 0, layout.segment_bytes - packets, stream);
+  const uint64_t flags = layout.row_flags.offset;
+  return cudaMemsetAsync(segment + flags, 0, layout.segment_bytes - flags, stream);
 }
 
 cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context) {

@@ -7,6 +7,7 @@
 #include "cake/params.h"
 #include "core/device_signal.cuh"
 #include "core/expert_partition.h"
+#include "core/payload_placement.h"
 #include "core/status_page.h"
 #include "core/workspace_layout.h"
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cake/params.h"
+#include "core/payload_placement.h"
 #include "core/workspace_layout.h"
 
 namespace moe_ep::cake {

@@ -10,6 +10,7 @@
 
 #include "cake/params.h"
 #include "cake/segment.h"
+#include "core/payload_placement.h"
 #include "core/workspace_layout.h"
 
 namespace moe_ep::ops {
