@@ -12,6 +12,7 @@
 #include "core/geometry.h"
 #include "core/geometry_check.h"
 #include "core/limits.h"
+#include "core/payload_placement.h"
 #include "core/quant_formats.h"
 #include "core/rank_mask.h"
 #include "core/scale_layout.h"

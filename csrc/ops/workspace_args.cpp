@@ -191,8 +191,7 @@ void check_outside_workspace(const char* name, const Tensor& tensor,
 bool is_combine_input(const Tensor& rows, const one_sided::WorkspaceView& workspace) {
   const WorkspaceLayout layout = WorkspaceLayout::of(workspace.geometry);
   const uint8_t* begin = workspace.segment(workspace.ep_rank) + layout.combine_rows.offset;
-  const uint64_t bytes = static_cast<uint64_t>(workspace.geometry.max_rows()) *
-                         row_pitch(workspace.geometry.combine_bytes_per_token);
+  const uint64_t bytes = WorkspaceLayout::combine_rows_bytes(workspace.geometry);
   if (!overlaps(rows, begin, begin + bytes)) return false;
   const auto element = static_cast<int64_t>(rows.element_size());
   const auto pitch = static_cast<int64_t>(row_pitch(rows.size(1) * element));

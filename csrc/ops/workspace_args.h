@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/payload_placement.h"
 #include "core/workspace_layout.h"
 #include "one_sided/params.h"
 #include "one_sided/segment.h"

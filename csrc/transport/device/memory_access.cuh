@@ -142,6 +142,10 @@ class BulkBarrier {
                  "r"(bytes)
                  : "memory");
   }
+  // Where no bytes are announced: what this thread did before is seen by those that wait.
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(shared_address(&word_)) : "memory");
+  }
   // Returns when the phase of this parity (0 first, then 1, 0, ...) is complete.
   __device__ void wait(uint32_t parity) {
     uint32_t done;
