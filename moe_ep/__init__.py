@@ -17,6 +17,16 @@ from moe_ep.errors import (
     MoEEpTimeoutError,
 )
 from moe_ep.expert_major import ExpertMajorRows
+from moe_ep.experts import (
+    GroupedGemmConfig,
+    IdentityConfig,
+    KernelConfig,
+    MoEWeightPack,
+    SplitKernel,
+    available_split_kernels,
+    register_split_kernel,
+)
+from moe_ep.layer import MoEEpLayer, MoEEpTensors, SplitConfig
 from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
@@ -37,6 +47,9 @@ __all__ = [
     "CommBackend",
     "CommunicationConfig",
     "ExpertMajorRows",
+    "GroupedGemmConfig",
+    "IdentityConfig",
+    "KernelConfig",
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpConfigError",
@@ -44,20 +57,27 @@ __all__ = [
     "MoEEpDispatchResult",
     "MoEEpError",
     "MoEEpInputError",
+    "MoEEpLayer",
     "MoEEpPlatformError",
     "MoEEpStateError",
+    "MoEEpTensors",
     "MoEEpTimeoutError",
+    "MoEWeightPack",
     "NVLinkTwoSidedAlltoAll",
     "NVLinkTwoSidedConfig",
     "QuantFormat",
+    "SplitConfig",
+    "SplitKernel",
     "TorchDistAlltoAll",
     "TorchDistConfig",
     "__version__",
     "available_communication_backends",
+    "available_split_kernels",
     "communication_backend_name",
     "create_communication",
     "estimate_workspace_bytes",
     "expert_partition",
     "is_communication_backend",
     "register_communication",
+    "register_split_kernel",
 ]
