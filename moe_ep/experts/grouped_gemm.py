@@ -13,11 +13,11 @@ from moe_ep.config import require_int_in_range
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.expert_major import permute_to_experts, unpermute_from_experts
+from moe_ep.experts.grouped_products import GroupedLinear, require_aligned, run_two_layers
 from moe_ep.experts.kernel import KernelConfig, SplitKernel, register_split_kernel
 from moe_ep.params import MoEEpCommParams
 
 _INT32_MAX = 2**31 - 1
-_GEMM_ALIGNMENT_BYTES = 16  # of each row and matrix, see torch.nn.functional.grouped_mm
 
 
 def _gelu_tanh(h: Tensor) -> Tensor:
@@ -145,17 +145,9 @@ class GroupedGemm(SplitKernel):
             alignment=config.alignment,
             max_rows=config.max_rows,
         )
-        ends = permuted.expert_offsets[1:]
-        expert = permuted.expert_of_row.clamp(min=0)
-        h = F.grouped_mm(permuted.hidden_states, self.w13.transpose(1, 2), offs=ends)
-        if self.w13_bias is not None:
-            h = h + self.w13_bias[expert]
-        # grouped_mm leaves rows past the last group uninitialised, in backward, too. Nobody reads
-        # such rows of the second product: from here on backward they are zeros.
-        h = torch.where(permuted.expert_of_row.view(-1, 1) >= 0, h, 0)
-        y = F.grouped_mm(self._activated(h), self.w2.transpose(1, 2), offs=ends)
-        if self.w2_bias is not None:
-            y = y + self.w2_bias[expert]
+        first = GroupedLinear(self.w13.transpose(1, 2), self.w13_bias)
+        second = GroupedLinear(self.w2.transpose(1, 2), self.w2_bias)
+        y = run_two_layers(permuted, first, self._activated, second)
         return unpermute_from_experts(y, permuted, apply_weights=received.topk_weights is not None)
 
     def _activated(self, h: Tensor) -> Tensor:
@@ -171,13 +163,8 @@ def _require_rows_for_products(params: MoEEpCommParams, config: GroupedGemmConfi
             f"kernel 'grouped_gemm' takes unquantised rows, got dispatch_format="
             f"{params.dispatch_format}: set it to None, or register a kernel for that format."
         )
-    multiple = _GEMM_ALIGNMENT_BYTES // params.token_dtype.itemsize
-    for name, value in (
-        ("hidden_size", params.hidden_size),
-        ("intermediate_size", config.intermediate_size),
-    ):
-        if value % multiple != 0:
-            raise MoEEpConfigError(
-                f"{name} must be a multiple of {multiple} ({_GEMM_ALIGNMENT_BYTES} bytes of "
-                f"{params.token_dtype}) for grouped matrix products, got {value}."
-            )
+    require_aligned(
+        params.token_dtype,
+        hidden_size=params.hidden_size,
+        intermediate_size=config.intermediate_size,
+    )
