@@ -27,6 +27,7 @@ from moe_ep.experts import (
     register_split_kernel,
 )
 from moe_ep.layer import MoEEpLayer, MoEEpTensors, SplitConfig
+from moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig
 from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
@@ -63,6 +64,8 @@ __all__ = [
     "MoEEpTensors",
     "MoEEpTimeoutError",
     "MoEWeightPack",
+    "NVLinkOneSidedAlltoAll",
+    "NVLinkOneSidedConfig",
     "NVLinkTwoSidedAlltoAll",
     "NVLinkTwoSidedConfig",
     "QuantFormat",

@@ -38,6 +38,7 @@ from moe_ep.errors import (
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
 from moe_ep.round_ops import number_of
+from moe_ep.streams import on_stream_of
 from moe_ep.workspace_sharing import move
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
 
@@ -198,9 +199,9 @@ class MoEEpCommunication(abc.ABC):
         anything is sent.
         Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
         closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is
-        then broken. Where the device finds out (cake on CUDA), `check` raises both, else a later
-        call: a time-out any, a disagreement a combine. Until then nothing counts as received, and
-        the sums are NaN.
+        then broken. Where the device finds out (on CUDA, but for torch_dist), `check` raises both,
+        else a later call: a time-out any, a disagreement a combine. Until then nothing counts as
+        received, and the sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -230,8 +231,9 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
         still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
         (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
-        does not answer in `timeout_sec`. Where the device finds out (cake on CUDA), what it has not
-        recorded yet when combine is called is raised by a later combine or by `check`.
+        does not answer in `timeout_sec`. Where the device finds out (on CUDA, but for torch_dist),
+        what it has not recorded yet when combine is called is raised by a later combine or by
+        `check`.
         """
         return self._run_combine(expert_output, output=output)
 
@@ -482,11 +484,8 @@ class MoEEpCommunication(abc.ABC):
         """Free everything. Called once. Waits for nobody: peers may be dead or in a round."""
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a backend works: the stream that the user chose."""
-        handle = self._bootstrap.stream
-        if handle == 0:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
+        """Return the context in which a backend works."""
+        return on_stream_of(self._bootstrap)
 
     # ---------------------------------------------------------------- the state machine
 

@@ -119,6 +119,12 @@ MOE_EP_HOST_DEVICE constexpr uint64_t row_pitch(int64_t row_bytes) {
   return (static_cast<uint64_t>(row_bytes) + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
 }
 
+// The same for rows that travel in low precision: whole cache lines, since a link between GPUs
+// moves lines, and rows that share one cost it packets.
+MOE_EP_HOST_DEVICE constexpr uint64_t row_pitch_in_lines(int64_t row_bytes) {
+  return LayoutBuilder::align_up(static_cast<uint64_t>(row_bytes));
+}
+
 // The most that the pitches of a token's payload rows can sum to.
 MOE_EP_HOST_DEVICE constexpr uint64_t max_payload_pitch(const Geometry& g) {
   return row_pitch(g.dispatch_bytes_per_token) + (kMaxPayloads - 1) * kRowAlignment;
@@ -175,8 +181,13 @@ struct WorkspaceLayout {
   Region topk_ids;     // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
   Region topk_weights;  // the same in float32
   Region payloads;      // received rows, see PayloadPlacement; block s is written by rank s
-  // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers
+  // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers. On
+  // CUDA, rows in low precision are in their source's memory instead, row_pitch_in_lines apart:
+  // block p is written by rank p.
   Region combine_rows;
+  // [ep_size * max_tokens_per_rank, kMaxRowParts] uint32: the epoch of what was pushed to these
+  // rows. Only epochs are ever written here, and compared with ==, as those of packets.
+  Region row_flags;
   // Small steps on CUDA, see PacketSlots: [ep_size, low_latency_tokens] slots, block r written by
   // rank r.
   Region dispatch_packets;
@@ -185,8 +196,14 @@ struct WorkspaceLayout {
   Region combine_packets;
   uint64_t segment_bytes = 0;
 
-  // What `initialize` zeroes begins at 0 and ends here; behind it only the packets need zeros.
+  // What `initialize` zeroes begins at 0 and ends here; behind it only row_flags and what follows
+  // need zeros, on CUDA.
   MOE_EP_HOST_DEVICE constexpr uint64_t end_of_control() const { return send_slots.offset; }
+
+  // Room for rows of either precision.
+  MOE_EP_HOST_DEVICE static constexpr uint64_t combine_rows_bytes(const Geometry& g) {
+    return static_cast<uint64_t>(g.max_rows()) * row_pitch_in_lines(g.combine_bytes_per_token);
+  }
 
   static constexpr uint64_t kHeaderStride =
       (sizeof(RoundHeader) + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
@@ -211,7 +228,8 @@ struct WorkspaceLayout {
     w.topk_weights = builder.take(rows * top_k * sizeof(float));
     // One alignment step a payload and row, and one a payload: see PayloadPlacement.
     w.payloads = builder.take(rows * max_payload_pitch(g) + kMaxPayloads * kRegionAlignment);
-    w.combine_rows = builder.take(rows * row_pitch(g.combine_bytes_per_token));
+    w.combine_rows = builder.take(combine_rows_bytes(g));
+    w.row_flags = builder.take(rows * kMaxRowParts * sizeof(uint32_t));
     const auto slots = ranks * static_cast<uint64_t>(g.low_latency_tokens);
     w.dispatch_packets = builder.take(slots * PacketSlots::of_dispatch(g));
     w.stats_packets = builder.take(g.low_latency_tokens > 0 ? ranks * PacketSlots::of_stats(g) : 0);
@@ -219,30 +237,6 @@ struct WorkspaceLayout {
         builder.take(ranks * static_cast<uint64_t>(g.push_slots()) * PacketSlots::of_combine(g));
     w.segment_bytes = builder.total();
     return w;
-  }
-};
-
-// Where the payloads of one round lie inside the payload region: one after the other, each of them
-// rank-major, `[ep_size * tokens_per_rank]` rows of row_bytes[i], pitch[i] apart.
-struct PayloadPlacement {
-  uint64_t offset[kMaxPayloads] = {};  // from the start of the segment
-  uint64_t pitch[kMaxPayloads] = {};
-  int32_t num_payloads = 0;
-
-  MOE_EP_HOST_DEVICE static constexpr PayloadPlacement of(const Geometry& g,
-                                                          int64_t tokens_per_rank,
-                                                          const int64_t* row_bytes,
-                                                          int32_t num_payloads) {
-    const auto rows = static_cast<uint64_t>(g.ep_size) * static_cast<uint64_t>(tokens_per_rank);
-    PayloadPlacement placement;
-    placement.num_payloads = num_payloads;
-    uint64_t next = WorkspaceLayout::of(g).payloads.offset;
-    for (int32_t i = 0; i < num_payloads; ++i) {
-      placement.offset[i] = next;
-      placement.pitch[i] = row_pitch(row_bytes[i]);
-      next = LayoutBuilder::align_up(next + rows * placement.pitch[i]);
-    }
-    return placement;
   }
 };
 

@@ -21,13 +21,14 @@ void clear(uint32_t& word) {
 
 }  // namespace
 
-void raise_recorded_timeout(DeviceWorkspaceState& state, const cake::WorkspaceView& workspace) {
+void raise_recorded_timeout(DeviceWorkspaceState& state,
+                            const one_sided::WorkspaceView& workspace) {
   if (!is_set(state.page->timeout.recorded)) return;
   if (state.timeout_was_raised) raise_timed_out_earlier(state.page->timeout);
   raise_timeout_again(state, workspace);
 }
 
-void raise_timeout_again(DeviceWorkspaceState& state, const cake::WorkspaceView& workspace) {
+void raise_timeout_again(DeviceWorkspaceState& state, const one_sided::WorkspaceView& workspace) {
   if (!is_set(state.page->timeout.recorded)) return;
   state.timeout_was_raised = true;
   raise_timeout(state.page->timeout, workspace.ep_rank);
@@ -46,7 +47,7 @@ RoundErrors::RoundErrors(StatusPage& page, cudaStream_t stream) {
   }
 }
 
-void RoundErrors::raise(const cake::WorkspaceView& workspace) const {
+void RoundErrors::raise(const one_sided::WorkspaceView& workspace) const {
   if (disagreement_ != nullptr) {
     if (disagreement_->phase == Phase::kCombine) raise_combine_disagreement("");
     raise_dispatch_disagreement(disagreement_->headers, workspace.geometry.ep_size);

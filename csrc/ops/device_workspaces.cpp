@@ -10,7 +10,7 @@
 namespace moe_ep::ops {
 namespace {
 
-const uint8_t* own_segment(const cake::WorkspaceView& workspace) {
+const uint8_t* own_segment(const one_sided::WorkspaceView& workspace) {
   return workspace.segment(workspace.ep_rank);
 }
 
@@ -36,7 +36,7 @@ DeviceWorkspaces& DeviceWorkspaces::of_this_process() {
   return *workspaces;
 }
 
-void DeviceWorkspaces::add(const cake::WorkspaceView& workspace, const CudaCall& call) {
+void DeviceWorkspaces::add(const one_sided::WorkspaceView& workspace, const CudaCall& call) {
   const uint64_t fingerprint = workspace.geometry.fingerprint();
   if (DeviceWorkspaceState* old = lookup(workspace)) {
     check_cuda(old->wait(call), "waiting for the device");
@@ -52,7 +52,7 @@ void DeviceWorkspaces::add(const cake::WorkspaceView& workspace, const CudaCall&
       DeviceWorkspaceState{fingerprint, call.device(), clean_page()});
 }
 
-DeviceWorkspaceState& DeviceWorkspaces::find(const cake::WorkspaceView& workspace,
+DeviceWorkspaceState& DeviceWorkspaces::find(const one_sided::WorkspaceView& workspace,
                                              const CudaCall& call) {
   const uint64_t fingerprint = workspace.geometry.fingerprint();
   DeviceWorkspaceState* state = lookup(workspace);
@@ -76,7 +76,7 @@ DeviceWorkspaceState& DeviceWorkspaces::find(const cake::WorkspaceView& workspac
   return state_of_copies(call.device());
 }
 
-void DeviceWorkspaces::forget(const cake::WorkspaceView& workspace, const CudaCall& call) {
+void DeviceWorkspaces::forget(const one_sided::WorkspaceView& workspace, const CudaCall& call) {
   const Entry entry = take(workspace);
   if (entry == nullptr) return;
   // An error here is one of the device, and whatever uses it next hears of it. A kernel may then
@@ -89,13 +89,13 @@ void DeviceWorkspaces::forget(const cake::WorkspaceView& workspace, const CudaCa
   free_pages_.push_back(entry->page);
 }
 
-DeviceWorkspaces::Entry DeviceWorkspaces::take(const cake::WorkspaceView& workspace) {
+DeviceWorkspaces::Entry DeviceWorkspaces::take(const one_sided::WorkspaceView& workspace) {
   const std::lock_guard lock(mutex_);
   auto node = of_segment_.extract(own_segment(workspace));
   return node.empty() ? nullptr : std::move(node.mapped());
 }
 
-DeviceWorkspaceState* DeviceWorkspaces::lookup(const cake::WorkspaceView& workspace) {
+DeviceWorkspaceState* DeviceWorkspaces::lookup(const one_sided::WorkspaceView& workspace) {
   const std::lock_guard lock(mutex_);
   const auto found = of_segment_.find(own_segment(workspace));
   return found == of_segment_.end() ? nullptr : found->second.get();
@@ -128,7 +128,7 @@ StatusPage* DeviceWorkspaces::clean_page() {
   return static_cast<StatusPage*>(memory);
 }
 
-DeviceWorkspaceState& begin_call(const cake::WorkspaceView& workspace, const CudaCall& call) {
+DeviceWorkspaceState& begin_call(const one_sided::WorkspaceView& workspace, const CudaCall& call) {
   DeviceWorkspaceState& state = DeviceWorkspaces::of_this_process().find(workspace, call);
   if (call.is_captured()) {
     check_state(state.round_has_run,

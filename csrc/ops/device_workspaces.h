@@ -8,8 +8,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "cake/params.h"
 #include "core/status_page.h"
+#include "one_sided/params.h"
 #include "ops/cuda_call.h"
 
 namespace moe_ep::ops {
@@ -36,21 +36,21 @@ class DeviceWorkspaces {
 
   // For `initialize`: a new state, or a clean one on the page of old, which CUDA graphs may know.
   // Waits for the rounds of old.
-  void add(const cake::WorkspaceView& workspace, const CudaCall& call);
+  void add(const one_sided::WorkspaceView& workspace, const CudaCall& call);
 
   // Raises MoEEpStateError unless the workspace was initialised for this geometry; if it has peers,
   // it must be the very memory. One without may be a copy (tests of the ops make copies), which is
   // asked itself: that waits for the device.
-  DeviceWorkspaceState& find(const cake::WorkspaceView& workspace, const CudaCall& call);
+  DeviceWorkspaceState& find(const one_sided::WorkspaceView& workspace, const CudaCall& call);
 
   // Forgets a workspace, once its rounds are over; one that is not there is fine.
-  void forget(const cake::WorkspaceView& workspace, const CudaCall& call);
+  void forget(const one_sided::WorkspaceView& workspace, const CudaCall& call);
 
  private:
   using Entry = std::unique_ptr<DeviceWorkspaceState>;  // states stay where they are
 
-  Entry take(const cake::WorkspaceView& workspace);
-  DeviceWorkspaceState* lookup(const cake::WorkspaceView& workspace);
+  Entry take(const one_sided::WorkspaceView& workspace);
+  DeviceWorkspaceState* lookup(const one_sided::WorkspaceView& workspace);
   bool knows(uint64_t fingerprint);
   DeviceWorkspaceState& state_of_copies(int32_t device);
   StatusPage* clean_page();
@@ -64,6 +64,6 @@ class DeviceWorkspaces {
 
 // The state of a workspace at the start of an op on it. Raises what a round before it has recorded
 // so far and nothing can be done about: a wait that timed out.
-DeviceWorkspaceState& begin_call(const cake::WorkspaceView& workspace, const CudaCall& call);
+DeviceWorkspaceState& begin_call(const one_sided::WorkspaceView& workspace, const CudaCall& call);
 
 }  // namespace moe_ep::ops

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from moe_ep import MoEEpStateError
-from moe_ep.cake import kernels
-from tests.backends import Backend, on_shared_gpus
+from tests.backends import Backend, named, on_each
 from tests.conftest import RunOnRanks
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
+from tests.ranks.devices import ONE_GPU, SPREAD
 
 pytestmark = pytest.mark.multirank
 
 
-def forget_twice(context: RankContext) -> list[Problem | None]:
+def forget_twice(context: RankContext, backend: str) -> list[Problem | None]:
     """Body: what is said to a check of a workspace that was forgotten, and then initialised."""
+    kernels = named(backend).kernels
     geometry = kernels.Geometry(
         ep_size=2,
         num_experts=4,
@@ -40,11 +41,11 @@ def forget_twice(context: RankContext) -> list[Problem | None]:
     return said
 
 
-@on_shared_gpus
+@on_each(having="one_sided", devices=(ONE_GPU, SPREAD))
 def test_a_workspace_can_be_forgotten_and_initialised_twice(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    for said in ranks(1, forget_twice, device=device):
+    for said in ranks(1, forget_twice, device=device, backend=backend.name):
         for forgotten, initialised in zip(said[::2], said[1::2], strict=True):
             expect(forgotten, MoEEpStateError, ["was not initialised"])
             assert initialised is None

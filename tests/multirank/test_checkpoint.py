@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from moe_ep import (
     BootstrapConfig,
     MoEEpCommParams,
+    MoEEpCommunication,
     MoEEpConfigError,
     MoEEpPlatformError,
     MoEEpStateError,
@@ -406,11 +407,11 @@ def fails(*_: object, **__: object) -> Any:
     raise RuntimeError("injected")
 
 
-STAGES = {
-    "release": (_native.SegmentedMemory, "release"),
-    "back": (_native.SegmentedMemory, "back_own_segment"),
-    "map": (_native.SegmentedMemory, "map_peer_segment"),
-    "initialise": (torch.ops.moe_ep, "cake_initialize"),
+STAGES: dict[str, Callable[[MoEEpCommunication], tuple[object, str]]] = {
+    "release": lambda _: (_native.SegmentedMemory, "release"),
+    "back": lambda _: (_native.SegmentedMemory, "back_own_segment"),
+    "map": lambda _: (_native.SegmentedMemory, "map_peer_segment"),
+    "initialise": lambda communication: (communication._shared, "_initialize"),
 }
 
 
@@ -424,7 +425,7 @@ def fail_on_one_rank(
     play_round(communication, one)
     injection: AbstractContextManager[object] = nullcontext()
     if context.rank == failing:
-        injection = mock.patch.object(*STAGES[stage], fails)
+        injection = mock.patch.object(*STAGES[stage](communication), fails)
     if stage == "release":
         with injection:
             said = [problem_of(communication.checkpoint_prepare)]

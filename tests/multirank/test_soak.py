@@ -18,8 +18,8 @@ from tests.rounds import create
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 TOKENS, HIDDEN, TOP_K = 6, 48, 3
-# On GPUs it is a check of the host's part; tests/gpu/test_cake_soak.py soaks the device's.
-ROUNDS = {"cake": 2000, "nvlink_two_sided": 1000, "torch_dist": 300}
+# On GPUs it is a check of the host's part; tests/gpu/test_one_sided_soak.py soaks the device's.
+ROUNDS = {"cake": 2000, "nvlink_one_sided": 2000, "nvlink_two_sided": 1000, "torch_dist": 300}
 ROUNDS_ON_GPUS = 150
 MAX_DELAY_SECONDS = 0.005
 

@@ -64,7 +64,7 @@ def test_it_says_what_it_is(comm):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 def test_it_cannot_be_copied_or_pickled(backend, duplicate):
     with moe_ep.create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend) as one:
         name = type(one).__name__
@@ -117,7 +117,7 @@ def test_destroy_is_idempotent_and_final(comm):
             call(comm)
 
 
-@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 def test_what_it_says_of_itself_can_be_read_after_destroy_too(backend):
     made = moe_ep.create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend)
     names = [

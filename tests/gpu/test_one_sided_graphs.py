@@ -1,0 +1,296 @@
+"""Does a captured round do with new values what an eager one does, as often as it is replayed?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ep import (
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpStateError,
+)
+from tests.backends import Backend, on_shared_gpus
+from tests.conftest import RunOnRanks
+from tests.gpu.device_rounds import (
+    Received,
+    Tokens,
+    Verdict,
+    capturing,
+    expected_sums,
+    partial_rows,
+    tokens_of,
+)
+from tests.problems import Problem, expect, problem_of
+from tests.ranks import RankContext
+from tests.rounds import create
+
+pytestmark = pytest.mark.multirank
+CAPTURED_TOKENS = 8
+VALID_ROWS = (8, 0, 3, 8)
+REPLAYS = 200
+PARAMS = MoEEpCommParams(24, 4, 160, 1000)
+sizes = pytest.mark.parametrize("size", [2, 8])
+combine_inputs = pytest.mark.parametrize("combine_input", ["tensor", "buffer"])
+
+
+def run_round(
+    communication: MoEEpCommunication, tokens: Tokens, tokens_per_rank: int, combine_input: str
+) -> tuple[Received, Tensor]:
+    """Dispatch, experts, combine, without the host; return a copy of what came, and the sums."""
+    result = communication.dispatch(
+        tokens.hidden_states,
+        tokens.topk_ids,
+        tokens.topk_weights,
+        runtime_max_tokens_per_rank=tokens_per_rank,
+    )
+    partial = partial_rows(
+        communication.params, communication.ep_size, communication.ep_rank, result
+    )
+    if combine_input == "buffer":
+        buffer = communication.get_combine_input_buffer()
+        assert buffer is not None
+        partial = buffer.copy_(partial)
+    received = Received.copied(result)
+    return received, communication.combine(partial)
+
+
+class CapturedRound:
+    """A round over inputs that stay where they are, captured after an eager one."""
+
+    def __init__(
+        self,
+        communication: MoEEpCommunication,
+        num_tokens: int,
+        tokens_per_rank: int,
+        combine_input: str = "tensor",
+    ) -> None:
+        rank, device = communication.ep_rank, communication.device
+        self._communication = communication
+        self._inputs = tokens_of(communication.params, 0, rank, num_tokens, device)
+        run_round(communication, self._inputs, tokens_per_rank, combine_input)
+        communication.check()
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph, device):
+            self._received, self._combined = run_round(
+                communication, self._inputs, tokens_per_rank, combine_input
+            )
+
+    def replay(self, verdict: Verdict, index: int, sent: list[Tokens]) -> None:
+        """Replay with this rank's part of `sent` as round `index` of the verdict."""
+        communication = self._communication
+        mine = sent[communication.ep_rank]
+        self._inputs.copy_(mine)
+        self._graph.replay()
+        verdict.judge_dispatch(index, self._received, sent)
+        config = communication.config
+        wanted = expected_sums(
+            communication.params,
+            communication.ep_size,
+            mine,
+            low_precision=config.use_low_precision_combine,  # type: ignore[attr-defined]
+        )
+        verdict.judge_sums(index, self._combined, wanted)
+
+
+def sent_by_all(
+    communication: MoEEpCommunication, stamp: int, counts: list[int], valid: list[int] | None = None
+) -> list[Tokens]:
+    return [
+        tokens_of(
+            communication.params,
+            stamp,
+            source,
+            n,
+            communication.device,
+            valid=None if valid is None else valid[source],
+        )
+        for source, n in enumerate(counts)
+    ]
+
+
+def play_eagerly(
+    communication: MoEEpCommunication, verdict: Verdict, index: int, counts: list[int], most: int
+) -> None:
+    sent = sent_by_all(communication, 1000 + index, counts)
+    mine = sent[communication.ep_rank]
+    received, combined = run_round(communication, mine, most, "tensor")
+    verdict.judge_dispatch(index, received, sent)
+    wanted = expected_sums(communication.params, communication.ep_size, mine)
+    verdict.judge_sums(index, combined, wanted)
+
+
+def replay_with_new_values(
+    context: RankContext, backend: str, combine_input: str, eager_between: bool, **options: bool
+) -> None:
+    """Body: every replay has other values and, by turns, another number of valid rows."""
+    size = context.size
+    with create(context, PARAMS, backend, **options) as communication:
+        assert communication.supports_cuda_graph
+        captured = CapturedRound(communication, CAPTURED_TOKENS, CAPTURED_TOKENS, combine_input)
+        verdict = Verdict(PARAMS, size, context.rank, REPLAYS, communication.device)
+        eager_verdict = Verdict(PARAMS, size, context.rank, REPLAYS, communication.device)
+        for index in range(REPLAYS):
+            # First all ranks alike, then each at another place of the sequence.
+            shift = index >= REPLAYS // 2
+            valid = [VALID_ROWS[(index + shift * source) % 4] for source in range(size)]
+            sent = sent_by_all(communication, 1 + index, [CAPTURED_TOKENS] * size, valid)
+            captured.replay(verdict, index, sent)
+            if eager_between and index % 7 == 0:
+                most = (5, 160, 8, 1, 40)[index // 7 % 5]
+                counts = [(most - source) % (most + 1) for source in range(size)]
+                play_eagerly(communication, eager_verdict, index, counts, most)
+        communication.check()
+        verdict.require()
+        eager_verdict.require()
+
+
+@on_shared_gpus
+@sizes
+@combine_inputs
+def test_each_replay_equals_the_oracle(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, combine_input: str
+) -> None:
+    ranks(
+        size,
+        replay_with_new_values,
+        device=device,
+        backend=backend.name,
+        combine_input=combine_input,
+        eager_between=False,
+        seconds=60,
+    )
+
+
+@on_shared_gpus
+def test_each_replay_in_low_precision_equals_the_oracle(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    ranks(
+        2,
+        replay_with_new_values,
+        device=device,
+        backend=backend.name,
+        combine_input="tensor",
+        eager_between=False,
+        use_low_precision_combine=True,
+        seconds=60,
+    )
+
+
+@on_shared_gpus
+@sizes
+def test_eager_rounds_of_other_shapes_may_lie_between_replays(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    ranks(
+        size,
+        replay_with_new_values,
+        device=device,
+        backend=backend.name,
+        combine_input="tensor",
+        eager_between=True,
+        seconds=60,
+    )
+
+
+def replay_in_turn(context: RankContext, backend: str, capacities: list[int]) -> None:
+    """Body: one communication's graphs of several capacities, replayed in turn."""
+    size = context.size
+    with create(context, PARAMS, backend) as communication:
+        captured = {
+            capacity: CapturedRound(communication, capacity, capacity) for capacity in capacities
+        }
+        rounds = 50 * len(capacities)
+        verdict = Verdict(PARAMS, size, context.rank, rounds, communication.device)
+        for index in range(rounds):
+            capacity = capacities[index % len(capacities)]
+            valid = [(index * 3 + source) % (capacity + 1) for source in range(size)]
+            sent = sent_by_all(communication, 1 + index, [capacity] * size, valid)
+            captured[capacity].replay(verdict, index, sent)
+        communication.check()
+        verdict.require()
+
+
+@on_shared_gpus
+@sizes
+def test_graphs_of_different_capacity_may_be_replayed_in_turn(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    ranks(
+        size,
+        replay_in_turn,
+        device=device,
+        backend=backend.name,
+        capacities=[8, 3, 160],
+        seconds=60,
+    )
+
+
+def replay_far_ahead(context: RankContext, backend: str, replays: int) -> Tensor:
+    """Body: the host queues all replays at once; return how often which round's sums came."""
+    with create(context, PARAMS, backend) as communication:
+        device, rank = communication.device, context.rank
+        inputs = tokens_of(PARAMS, 1, rank, CAPTURED_TOKENS, device)
+        first = inputs.hidden_states.clone()
+        run_round(communication, inputs, CAPTURED_TOKENS, "tensor")
+        communication.check()
+        wanted = expected_sums(PARAMS, context.size, inputs)
+        differences = torch.zeros((), dtype=torch.int64, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, device):
+            _, combined = run_round(communication, inputs, CAPTURED_TOKENS, "tensor")
+            # Halved inputs give halved sums, exactly: powers of two.
+            differences += (combined != wanted).sum()
+            inputs.hidden_states.mul_(0.5)
+            wanted.mul_(0.5)
+        assert inputs.hidden_states.equal(first)  # capturing has run nothing
+        for _ in range(replays):
+            graph.replay()
+        communication.check()
+        return differences.cpu()
+
+
+@on_shared_gpus
+@sizes
+def test_replays_may_be_queued_far_ahead(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    """Nothing of a round is on the host: neither its number nor what comes next."""
+    differences = ranks(
+        size, replay_far_ahead, device=device, backend=backend.name, replays=60, seconds=60
+    )
+    assert [int(one) for one in differences] == [0] * size
+
+
+def capture_first(context: RankContext, backend: str) -> Problem | None:
+    """Body: capture without an eager round before; then as one should."""
+    with create(context, PARAMS, backend) as communication:
+        tokens = tokens_of(PARAMS, 0, context.rank, CAPTURED_TOKENS, communication.device)
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, communication.device):
+            tokens.hidden_states.add_(0)  # a graph with nothing in it is warned of
+            problem = problem_of(
+                communication.dispatch,
+                tokens.hidden_states,
+                tokens.topk_ids,
+                tokens.topk_weights,
+                runtime_max_tokens_per_rank=CAPTURED_TOKENS,
+            )
+        captured = CapturedRound(communication, CAPTURED_TOKENS, CAPTURED_TOKENS)
+        verdict = Verdict(PARAMS, context.size, context.rank, 4, communication.device)
+        for index in range(4):
+            sent = sent_by_all(communication, 1 + index, [CAPTURED_TOKENS] * context.size)
+            captured.replay(verdict, index, sent)
+        communication.check()
+        verdict.require()
+        return problem
+
+
+@on_shared_gpus
+def test_first_use_under_capture_raises_and_leaves_the_object_ready(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    for problem in ranks(2, capture_first, device=device, backend=backend.name, seconds=60):
+        expect(problem, MoEEpStateError, ["captured"])
