@@ -34,6 +34,7 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
 
     config_type = NVLinkTwoSidedConfig
     supports_torch_compile = True
+    _has_graph_ops = True
     one_host_only = True
 
     @classmethod
