@@ -36,6 +36,7 @@ OPS_SOURCES = [
     "csrc/ops/two_sided_args.cpp",
     "csrc/ops/two_sided_combine.cpp",
     "csrc/ops/two_sided_dispatch.cpp",
+    "csrc/ops/two_sided_host.cpp",
     "csrc/ops/two_sided_workspace.cpp",
     "csrc/ops/workspace_args.cpp",
     "csrc/transport/copy_row.cpp",
@@ -61,8 +62,15 @@ OPS_CUDA_SOURCES = [
     "csrc/ops/cake_dispatch_cuda.cpp",
     "csrc/ops/cake_workspace_cuda.cpp",
     "csrc/ops/cuda_call.cpp",
+    "csrc/ops/device_rounds.cpp",
     "csrc/ops/device_status.cpp",
     "csrc/ops/device_workspaces.cpp",
+    "csrc/ops/two_sided_combine_cuda.cpp",
+    "csrc/ops/two_sided_dispatch_cuda.cpp",
+    "csrc/ops/two_sided_workspace_cuda.cpp",
+    "csrc/two_sided/cuda_alltoallv.cu",
+    "csrc/two_sided/cuda_combine.cu",
+    "csrc/two_sided/cuda_prepare.cu",
 ]
 NATIVE_SOURCES = [
     "csrc/bindings/interrupt.cpp",

@@ -156,6 +156,7 @@ def _(
 
 @torch.library.register_fake("moe_ep::two_sided_initialize")
 @torch.library.register_fake("moe_ep::two_sided_check")
+@torch.library.register_fake("moe_ep::two_sided_forget")
 @torch.library.register_fake("moe_ep::cake_forget")
 @torch.library.register_fake("moe_ep::cake_check")
 def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
@@ -192,6 +193,8 @@ def _(
     ep_rank: int,
     timeout_sec: int,
     received: list[Tensor],
+    recv_counts: Tensor,
+    max_sm_count: int = 0,
 ) -> None:
     return None
 
@@ -205,6 +208,7 @@ def _(
     ep_rank: int,
     num_tokens: int,
     timeout_sec: int,
+    max_sm_count: int = 0,
 ) -> Tensor:
     return expert_output.new_empty((num_tokens, expert_output.shape[1]))
 
@@ -218,6 +222,7 @@ def _(
     ep_rank: int,
     timeout_sec: int,
     output: Tensor,
+    max_sm_count: int = 0,
 ) -> None:
     return None
 

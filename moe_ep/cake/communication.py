@@ -10,11 +10,12 @@ from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.cake import received
 from moe_ep.cake.config import CakeAlltoAllConfig
 from moe_ep.cake.places import geometry_of, join_workspace, reason_against
+from moe_ep.captures import refuse_foreign_capture
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
@@ -95,7 +96,6 @@ class CakeAlltoAll(MoEEpCommunication):
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
         self._has_gradients &= not self._low_precision
-        self._cuda_index = self.device.index if self.device.type == "cuda" else None
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
         self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
         self._geometry: list[int] = self._layout.fields()
@@ -153,21 +153,7 @@ class CakeAlltoAll(MoEEpCommunication):
         return self._run_combine(expert_output, output=output, active_rank_mask=active_rank_mask)
 
     def _refuse_foreign_capture(self, call: str) -> None:
-        """Raise in a capture of a CUDA graph that would miss this call, which would run at once."""
-        if self._cuda_index is None or torch.compiler.is_compiling():
-            return
-        current = torch.cuda.current_device()
-        usual = current == self._cuda_index and self._bootstrap.stream == 0
-        if usual or not torch.cuda.is_current_stream_capturing():
-            return
-        with torch.cuda.device(self.device), self._on_stream():
-            if torch.cuda.is_current_stream_capturing():
-                return  # the streams are joined in one capture
-        whose = "the current" if self._bootstrap.stream == 0 else "the bootstrap's"
-        raise MoEEpStateError(
-            f"{call} while a CUDA graph is being captured on cuda:{current}, but it runs on "
-            f"{whose} stream of {self.device}, which is not captured: capture that one."
-        )
+        refuse_foreign_capture(call, self.device, self._bootstrap.stream, self._on_stream)
 
     def _check_rank_mask(self, mask: Tensor | None) -> None:
         """Check what the host can see of a mask; the op checks its bits."""

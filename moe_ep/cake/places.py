@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep import _native, ops
+from moe_ep import _native, cuda_support
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.cake import kernels
@@ -24,22 +24,7 @@ def reason_against(device: torch.device | None) -> str | None:
 
     device: None asks whether any would do.
     """
-    if device is None or device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return f"cake runs on the CPU and on CUDA devices, got device {device}"
-    if not ops.has_cuda_kernels():
-        return "this build of moe_ep has no CUDA kernels"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device on this machine"
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        return f"there is no {device}: torch finds {count} CUDA device(s)"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
-        wanted, found = (".".join(map(str, c)) for c in (_MIN_CAPABILITY, capability))
-        return f"cake needs compute capability {wanted} or newer, {device} has {found}"
-    return None
+    return cuda_support.reason_against("cake", device, _MIN_CAPABILITY)
 
 
 def geometry_of(

@@ -23,7 +23,6 @@ from moe_ep import (
     MoEEpInputError,
     MoEEpStateError,
     MoEEpTimeoutError,
-    NVLinkTwoSidedAlltoAll,
     NVLinkTwoSidedConfig,
     QuantFormat,
     create_communication,
@@ -301,14 +300,6 @@ def test_received_rows_stay_when_the_round_is_over() -> None:
             kept.append(result.hidden_states)
     for number, rows in zip((1.0, 2.0, 3.0), kept, strict=True):
         assert_same_bits(rows[:3], rows_of([number] * 3, 16))
-
-
-def test_it_says_that_it_runs_on_the_cpu_only() -> None:
-    assert NVLinkTwoSidedAlltoAll.unsupported_reason(torch.device("cpu")) is None
-    assert NVLinkTwoSidedAlltoAll.unsupported_reason() is None
-    reason = NVLinkTwoSidedAlltoAll.unsupported_reason(torch.device("cuda", 0))
-    assert reason is not None
-    assert "CPU only in this build" in reason
 
 
 PARAMS = MoEEpCommParams(4, 2, 5, 16)
