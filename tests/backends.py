@@ -21,6 +21,7 @@ from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
 
 USUAL = (CPU, ONE_GPU, NCCL)
 EVERYWHERE = (CPU, *GPUS)
+SHARED_GPUS = (ONE_GPU, SPREAD)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Backend:
     masks: active_rank_mask.
     extra_bytes: extra_payload_bytes_per_token.
     statistics: eplb_stats_num_experts.
+    memory: it has a workspace, which objects share and checkpoints give back.
     zero_copy: get_combine_input_buffer returns memory.
+    pdl: enable_pdl.
     low_precision: use_low_precision_combine.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
     devices: where it runs, of tests.ranks.devices.
@@ -41,7 +44,9 @@ class Backend:
     masks: bool = False
     extra_bytes: bool = False
     statistics: bool = False
+    memory: bool = False
     zero_copy: bool = False
+    pdl: bool = False
     low_precision: bool = False
     interruptible: bool = False
     devices: tuple[str, ...] = (CPU,)
@@ -57,12 +62,20 @@ ALL = (
         masks=True,
         extra_bytes=True,
         statistics=True,
+        memory=True,
         zero_copy=True,
+        pdl=True,
         low_precision=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
     ),
-    Backend("nvlink_two_sided", NVLinkTwoSidedAlltoAll, interruptible=True),
+    Backend(
+        "nvlink_two_sided",
+        NVLinkTwoSidedAlltoAll,
+        memory=True,
+        interruptible=True,
+        devices=(CPU, ONE_GPU, SPREAD),
+    ),
     Backend("torch_dist", TorchDistAlltoAll, statistics=True, devices=(CPU, NCCL)),
 )
 
@@ -81,11 +94,14 @@ def reason_against(backend: Backend, device: str) -> str | None:
     )
 
 
-def on_each(*, having: str | None = None, devices: Sequence[str] = USUAL) -> pytest.MarkDecorator:
+def on_each(
+    *, having: str | None = None, named: str | None = None, devices: Sequence[str] = USUAL
+) -> pytest.MarkDecorator:
     """Run a test with `backend` and `device` for each backend on each of its devices that this
     machine has. (tests/gpu/test_devices.py shows as skipped those that it has not.)
 
     having: the field of Backend that must be true.
+    named: the only backend. For what is about its own kernels.
     devices: the only ones to run it on. On GPUs it carries the mark `gpu`. If this machine has
         none of them, the test is skipped with a reason.
     """
@@ -93,6 +109,7 @@ def on_each(*, having: str | None = None, devices: Sequence[str] = USUAL) -> pyt
         (backend, device)
         for backend in ALL
         if having is None or getattr(backend, having)
+        if named is None or backend.name == named
         for device in backend.devices
         if device in devices
     ]
@@ -119,4 +136,4 @@ on_the_cpu = on_each(devices=(CPU,))
 # Where a wait for a peer is the backend's own. NCCL's names no peer, and its watchdog may end the
 # process first.
 naming_silent_peers = on_each(devices=(CPU, ONE_GPU))
-on_shared_gpus = on_each(devices=(ONE_GPU, SPREAD))
+on_shared_gpus = on_each(devices=SHARED_GPUS)

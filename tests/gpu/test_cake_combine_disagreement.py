@@ -15,7 +15,7 @@ from moe_ep.cake import kernels
 from moe_ep.cake.places import geometry_of
 from moe_ep.collectives import TorchDistributedComm
 from moe_ep.symmetric_memory import SymmetricMemory
-from tests.backends import EVERYWHERE, Backend, on_each, on_shared_gpus
+from tests.backends import EVERYWHERE, SHARED_GPUS, Backend, on_each
 from tests.conftest import RunOnRanks
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
@@ -128,7 +128,7 @@ def test_rows_of_another_kind_and_equal_width_are_refused_on_all_ranks(
     )
 
 
-@on_shared_gpus
+@on_each(having="zero_copy", devices=SHARED_GPUS)
 @pytest.mark.parametrize("tokens", [one for one in STEPS if one <= 4])
 def test_quantised_sums_on_some_ranks_of_a_small_step_are_refused_on_all(
     ranks: RunOnRanks, backend: Backend, device: str, tokens: int

@@ -67,7 +67,7 @@ def live_again(context: RankContext, backend: str) -> None:
             life.verdict.require()
 
 
-@cake
+@on_each(having="memory")
 @sizes
 def test_a_new_communication_is_exact_after_one_that_was_captured(
     ranks: RunOnRanks, backend: Backend, device: str, size: int

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from moe_ep import MoEEpStateError
-from moe_ep.cake import kernels
+from moe_ep.cake import kernels as cake_kernels
+from moe_ep.nvlink_two_sided import kernels as two_sided_kernels
 from tests.backends import Backend, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.problems import Problem, expect, problem_of
@@ -15,16 +18,20 @@ from tests.ranks import RankContext
 pytestmark = pytest.mark.multirank
 
 
-def forget_twice(context: RankContext) -> list[Problem | None]:
-    """Body: what is said to a check of a workspace that was forgotten, and then initialised."""
-    geometry = kernels.Geometry(
-        ep_size=2,
-        num_experts=4,
-        top_k=2,
-        max_tokens_per_rank=8,
-        dispatch_bytes_per_token=64,
-        combine_bytes_per_token=64,
+def kernels_and_geometry(backend: str) -> tuple[Any, Any]:
+    sizes = {"ep_size": 2, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 8}
+    if backend == "nvlink_two_sided":
+        return two_sided_kernels, two_sided_kernels.FifoGeometry(
+            **sizes, num_slots=2, slot_bytes=64
+        )
+    return cake_kernels, cake_kernels.Geometry(
+        **sizes, dispatch_bytes_per_token=64, combine_bytes_per_token=64
     )
+
+
+def forget_twice(context: RankContext, backend: str) -> list[Problem | None]:
+    """Body: what is said to a check of a workspace that was forgotten, and then initialised."""
+    kernels, geometry = kernels_and_geometry(backend)
     # The peer takes no part: nothing is sent.
     segment_bytes = kernels.workspace_size_per_rank(geometry)
     workspace = torch.zeros(2, segment_bytes, dtype=torch.uint8, device=context.device)
@@ -44,7 +51,7 @@ def forget_twice(context: RankContext) -> list[Problem | None]:
 def test_a_workspace_can_be_forgotten_and_initialised_twice(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    for said in ranks(1, forget_twice, device=device):
+    for said in ranks(1, forget_twice, device=device, backend=backend.name):
         for forgotten, initialised in zip(said[::2], said[1::2], strict=True):
             expect(forgotten, MoEEpStateError, ["was not initialised"])
             assert initialised is None

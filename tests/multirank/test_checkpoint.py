@@ -38,7 +38,9 @@ pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 8, 40)
 COUNTS = (5, 0, 8)
 ROUNDS = [random_round(PARAMS, COUNTS, seed) for seed in range(3)]
-with_memory = on_each(having="zero_copy")
+with_memory = on_each(having="memory")
+# What reads received rows or experts' rows in the workspace.
+with_rows_in_place = on_each(having="zero_copy")
 
 
 def shared_mappings() -> int:
@@ -108,7 +110,7 @@ def place_of_rows(communication: Any) -> tuple[int, int]:
     return where
 
 
-@with_memory
+@with_rows_in_place
 @pytest.mark.parametrize("option", OPTIONS)
 def test_rounds_are_exact_after_a_restore_at_the_same_addresses(
     ranks: RunOnRanks, backend: Backend, device: str, option: str
@@ -195,7 +197,7 @@ def measure(context: RankContext, backend: str) -> tuple[int, int, int, int]:
     return size, used[0], used[1], used[2]
 
 
-@with_memory
+@with_rows_in_place
 def test_the_memory_is_free_while_it_is_released(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -445,7 +447,7 @@ def fail_on_one_rank(
     return said, left, played
 
 
-@with_memory
+@with_rows_in_place
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failure_half_way_breaks_the_workspace_on_all_ranks_and_leaves_nothing(
@@ -534,7 +536,7 @@ def keep_a_view(context: RankContext, backend: str, one: Round) -> bool:
         return empty and view.view(torch.int16).equal(wanted.view(torch.int16))
 
 
-@with_memory
+@with_rows_in_place
 def test_a_view_of_before_is_one_of_the_new_memory(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

@@ -31,7 +31,7 @@ using namespace moe_ep::two_sided;
 namespace {
 
 constexpr int32_t kCapacity = 9;
-constexpr int32_t kWords = 8;  // ranks, at most
+constexpr int32_t kWords = 8;                         // ranks, at most
 constexpr auto kPatience = std::chrono::seconds(10);  // a wait longer than that never ends
 
 struct Case {
