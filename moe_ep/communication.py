@@ -191,9 +191,9 @@ class MoEEpCommunication(abc.ABC):
         anything is sent.
         Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
         closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is
-        then broken. Where the device finds out (cake on CUDA), `check` raises both, else a later
-        call: a time-out any, a disagreement a combine. Until then nothing counts as received, and
-        the sums are NaN.
+        then broken. Where the device finds out (on CUDA, but for torch_dist), `check` raises both,
+        else a later call: a time-out any, a disagreement a combine. Until then nothing counts as
+        received, and the sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -223,8 +223,9 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
         still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
         (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
-        does not answer in `timeout_sec`. Where the device finds out (cake on CUDA), what it has not
-        recorded yet when combine is called is raised by a later combine or by `check`.
+        does not answer in `timeout_sec`. Where the device finds out (on CUDA, but for torch_dist),
+        what it has not recorded yet when combine is called is raised by a later combine or by
+        `check`.
         """
         return self._run_combine(expert_output, output=output)
 

@@ -104,18 +104,24 @@ struct CtaShape {
   int32_t peer_warps;  // of a channel
   int32_t channels;    // that it takes at a time
 
-  // One warp at three peers keeps up with the one that sends to all of them; more peers have less
-  // from each.
-  MOE_EP_HOST_DEVICE static constexpr CtaShape of(int32_t ep_size) {
+  // By counting, for four ranks: to load a record and store it for all peers takes a warp as long
+  // as to bring home one of what the peers send.
+  MOE_EP_HOST_DEVICE static constexpr CtaShape of_alltoallv(int32_t ep_size) {
     return ep_size <= 2 ? CtaShape{1, 4} : CtaShape{3, 2};
   }
+  // And to add a token's rows as long as to send the experts' rows for one.
+  MOE_EP_HOST_DEVICE static constexpr CtaShape of_combine() { return {1, 4}; }
+
   MOE_EP_HOST_DEVICE constexpr int32_t warps_per_channel() const { return 1 + peer_warps; }
+  MOE_EP_HOST_DEVICE constexpr bool is_full() const {
+    return warps_per_channel() * channels == kWarps;
+  }
   MOE_EP_HOST_DEVICE constexpr int32_t groups(const StreamPlan& plan) const {
     return (plan.busy_channels() + channels - 1) / channels;
   }
 };
-static_assert(CtaShape::of(2).warps_per_channel() * CtaShape::of(2).channels == CtaShape::kWarps &&
-              CtaShape::of(8).warps_per_channel() * CtaShape::of(8).channels == CtaShape::kWarps);
+static_assert(CtaShape::of_alltoallv(2).is_full() && CtaShape::of_alltoallv(8).is_full() &&
+              CtaShape::of_combine().is_full());
 
 // Which of the warps at the peers has this one. Peers are counted from the own rank on, so that not
 // all ranks begin with the same.

@@ -34,7 +34,7 @@ cudaError_t launch_alltoallv(const AlltoallvParams& p, const CudaContext& contex
   const Geometry& g = p.workspace.geometry;
   k.workspace = device_workspace(p.workspace, p.timeout_sec, context);
   k.plan = StreamPlan::of(g, chunks, p.tokens_per_rank);
-  k.shape = CtaShape::of(g.ep_size);
+  k.shape = CtaShape::of_alltoallv(g.ep_size);
   k.num_tokens = p.num_tokens;
   k.tokens_per_rank = p.tokens_per_rank;
   k.fields = hash_of(widths);

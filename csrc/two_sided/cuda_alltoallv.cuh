@@ -12,10 +12,6 @@
 
 namespace moe_ep::two_sided {
 
-inline constexpr int kCtaThreads = CtaShape::kWarps * kWarpSize;
-// Of 128 channels half as many CTAs, on 33 multiprocessors of one of four ranks on an H200.
-inline constexpr int kCtasPerSm = 2;
-
 class AlltoallvWarp : public WarpMachine {
  public:
   __device__ AlltoallvWarp(const AlltoallvKernelParams& p, uint32_t epoch, RowList& row_list)
@@ -25,27 +21,15 @@ class AlltoallvWarp : public WarpMachine {
                               int32_t own_row) const {
     // A token that is not one of this round must not lead out of the tensors.
     const int32_t given = min(max(token, 0), p_.num_tokens - 1);
-    move_chunks(
-        item.chunks, [&](int32_t i) { return load(place_in(p_.given, given, item.begin + i)); },
-        [&](int32_t i, uint4 chunk) {
-          for (int32_t j = 0; j < count; ++j) store_chunk(rows[j] + int64_t{16} * i, chunk);
-          if (own_row < 0) return;
-          const int64_t row = first_row_from(p_.workspace.view.ep_rank) + own_row;
-          store(place_in(p_.received, row, item.begin + i), chunk);
-        });
+    const int64_t first = first_row_from(p_.workspace.view.ep_rank);
+    row_to_places(p_.given, given, p_.received, own_row < 0 ? -1 : first + own_row, item, rows,
+                  count);
   }
 
   template <typename Free>
   __device__ void receive_slot(const Item& item, int32_t source, int32_t row, int32_t count,
                                const uint8_t* slot, const Free& free) const {
-    const SlotChunks chunks(item);
-    const int64_t first = first_row_from(source) + row;
-    move_chunks(
-        count * item.chunks, [&](int32_t i) { return load_chunk(slot + int64_t{16} * i); },
-        [&](int32_t i, uint4 chunk) {
-          store(place_in(p_.received, first + chunks.record(i), chunks.in_record(i)), chunk);
-        },
-        free);
+    slot_to_rows(slot, p_.received, item, first_row_from(source) + row, count, free);
   }
 
  private:

@@ -24,7 +24,7 @@ cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
   CombineKernelParams k{};
   k.workspace = device_workspace(p.workspace, p.timeout_sec, context);
   k.plan = StreamPlan::of(g, static_cast<int32_t>(chunks_of(row_bytes)), p.tokens_per_rank);
-  k.shape = CtaShape::of(g.ep_size);
+  k.shape = CtaShape::of_combine();
   k.num_tokens = p.num_tokens;
   k.tokens_per_rank = p.tokens_per_rank;
   k.signature = hash_of({2, {static_cast<int64_t>(p.row_type), p.hidden_size}});

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "transport/device/disagreement.cuh"
-#include "two_sided/cuda_alltoallv.cuh"
 #include "two_sided/cuda_params.h"
 #include "two_sided/device/groups.cuh"
 #include "two_sided/device/part_sums.cuh"
@@ -23,14 +22,8 @@ class CombineWarp : public WarpMachine {
 
   __device__ void send_rows(const Item& item, int32_t source, int32_t row, int32_t count,
                             uint8_t* slot) const {
-    const SlotChunks chunks(item);
     const int64_t first = static_cast<int64_t>(source) * p_.tokens_per_rank + row;
-    move_chunks(
-        count * item.chunks,
-        [&](int32_t i) {
-          return load(place_in(p_.expert_rows, first + chunks.record(i), chunks.in_record(i)));
-        },
-        [&](int32_t i, uint4 chunk) { store_chunk(slot + int64_t{16} * i, chunk); });
+    rows_to_slot(p_.expert_rows, item, first, count, slot);
   }
 
   __device__ const uint8_t* own_row(const Item& item, int32_t row) const {

@@ -30,14 +30,13 @@ _MAX_FIFO_BYTES = 8 << 20
 _MIN_SLOTS = 4
 
 # On CUDA: a slot is what the loads of a warp bring at once, a FIFO has one on its way out and one
-# on its way in. A rank has 4 MiB of them: at 350 GB/s, what is on its way in 10 us. See
-# docs/two_sided.md.
+# on its way in. A rank has 8 MiB of them: as many warps as a quarter of an H200 holds keep half of
+# that in use. See docs/two_sided.md.
 _CUDA_SLOT_BYTES = 1 << 12
 _CUDA_NUM_SLOTS = 2
-_CUDA_FIFOS = 512
+_CUDA_FIFOS = 1024
 """Of one rank, for all its peers together."""
-_CUDA_MAX_CHANNELS = 256
-_CUDA_MIN_CHANNELS = 4
+_CUDA_MAX_CHANNELS = 512
 
 
 def reason_against(device: torch.device | None) -> str | None:
@@ -74,9 +73,8 @@ def geometry_of(
 
 
 def _cuda_fifos(ep_size: int) -> dict[str, int]:
-    channels = min(max(_CUDA_FIFOS // ep_size, _CUDA_MIN_CHANNELS), _CUDA_MAX_CHANNELS)
     return {
-        "num_channels": channels,
+        "num_channels": min(_CUDA_FIFOS // ep_size, _CUDA_MAX_CHANNELS),
         "num_slots": _CUDA_NUM_SLOTS,
         "slot_bytes": _CUDA_SLOT_BYTES,
     }

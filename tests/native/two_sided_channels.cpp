@@ -165,7 +165,7 @@ class Rank {
         layout_(FifoLayout::of(workspace.geometry)),
         case_(the_case),
         plan_(StreamPlan::of(workspace.geometry, the_case.record_chunks, kCapacity)),
-        shape_(CtaShape::of(workspace.geometry.ep_size)) {
+        shape_(CtaShape::of_alltoallv(workspace.geometry.ep_size)) {
     initialize(workspace);
     const Segment own(workspace_, layout_, workspace_.ep_rank);
     for (int32_t peer = 0; peer < workspace_.geometry.ep_size; ++peer) {
@@ -211,6 +211,7 @@ class Rank {
   }
 
   bool alltoallv(std::mt19937& random) {
+    shape_ = CtaShape::of_alltoallv(workspace_.geometry.ep_size);
     return run_grid(random, [&](CopyingWarp& warp, const Channel& channel, int32_t peer_warp) {
       return peer_warp < 0
                  ? TokenSender<CopyingWarp, kWords>(warp, channel).run()
@@ -219,6 +220,7 @@ class Rank {
   }
   bool combine(std::mt19937& random) {
     next_group_ = 0;
+    shape_ = CtaShape::of_combine();
     return run_grid(random, [&](CopyingWarp& warp, const Channel& channel, int32_t peer_warp) {
       return peer_warp < 0 ? TokenSummer<CopyingWarp, kWords>(warp, channel, num_tokens_).run()
                            : RowSender<CopyingWarp, kWords>(warp, channel, shape_, peer_warp).run();

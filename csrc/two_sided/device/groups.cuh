@@ -3,9 +3,13 @@
 
 #include <cstdint>
 
+#include "transport/device/warp.cuh"
 #include "two_sided/channels.h"
 
 namespace moe_ep::two_sided {
+
+inline constexpr int kCtaThreads = CtaShape::kWarps * kWarpSize;
+inline constexpr int kCtasPerSm = 2;  // for the registers: 16 warps, each with 4 KiB in flight
 
 // Groups of channels from a counter, in ascending order, one after the other: docs/two_sided.md
 // says why they must be.
@@ -35,7 +39,7 @@ struct Duty {
   int32_t peer_warp;  // which of those at the peers; -1: it is at the tokens
 
   __device__ Duty(const CtaShape& shape, int32_t group) {
-    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarpSize;
     const int32_t in_group = warp / shape.warps_per_channel();
     channel = group * shape.channels + in_group;
     peer_warp = warp - in_group * shape.warps_per_channel() - 1;

@@ -61,8 +61,6 @@ class TokenRouting {
   }
 
  private:
-  static constexpr uint32_t words() { return kMaxEpSize / kWarpSize; }
-
   // Calls visit(tokens, ranks, first) for each group of 32 tokens of this warp, with the ranks of a
   // window of 32: lane l gets the tokens of rank l of the window, and the ranks of token first + l.
   template <typename Visit>
