@@ -34,8 +34,9 @@ PLANTED = {
     "a slot that is freed before it is read": (
         (
             "two_sided/roles/sum_tokens.h",
-            "const int32_t count = list_rows(walk, item, token);",
-            "const int32_t count = list_rows(walk, item, token); free_slots(walk, token);",
+            "m_.sum_rows(item, token, m_.row_list(), count);\n      m_.sync();\n"
+            "      free_slots(walk, token);",
+            "free_slots(walk, token); m_.sum_rows(item, token, m_.row_list(), count);",
         ),
         "data race",
     ),

@@ -32,7 +32,7 @@ namespace {
 
 constexpr int32_t kCapacity = 9;
 constexpr int32_t kWords = 8;                         // ranks, at most
-constexpr auto kPatience = std::chrono::seconds(10);  // a wait longer than that never ends
+constexpr auto kPatience = std::chrono::seconds(30);  // a wait longer than that never ends
 
 struct Case {
   int32_t channels;
