@@ -22,8 +22,11 @@ class Variant:
     pdl: `enable_pdl` of the backend's config; None: as it decides.
     mask: all ranks are active, by a mask on the device that the kernels look at.
     stats: statistics of every expert travel with dispatch.
-    fp8_combine: rows travel back as scaled FP8. The limits are still those of a round that moves
-        unquantised rows.
+    fp8_dispatch: rows go out in DeepSeek's FP8, whatever the run's --dispatch-format.
+    fp8_combine: rows travel back as scaled FP8. With either, the limits are still those of the
+        run's format and unquantised rows back.
+    lamport: of the nvlink_one_sided backend: whether steps go over its Lamport transport; None: as
+        it decides.
     """
 
     label: str
@@ -33,7 +36,9 @@ class Variant:
     pdl: bool | None = None
     mask: bool = False
     stats: bool = False
+    fp8_dispatch: bool = False
     fp8_combine: bool = False
+    lamport: bool | None = None
 
     def options(self, num_experts: int) -> dict[str, Any]:
         """Return settings for create_communication."""
@@ -46,6 +51,8 @@ class Variant:
             options["eplb_stats_num_experts"] = num_experts
         if self.fp8_combine:
             options["use_low_precision_combine"] = True
+        if self.lamport is not None:
+            options["lamport"] = self.lamport
         return options
 
     @property
@@ -65,9 +72,12 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "copy": {"zero_copy": False},
     "mask": {"mask": True},
     "stats": {"stats": True},
+    "fp8-dispatch": {"fp8_dispatch": True},
     "fp8-combine": {"fp8_combine": True},
+    "lamport": {"lamport": True},
+    "fence": {"lamport": False},
 }
-CUDA_MODIFIERS = ("graph", "steady", "phases", "pdl", "no-pdl")
+CUDA_MODIFIERS = ("graph", "steady", "phases", "pdl", "no-pdl", "lamport", "fence")
 
 
 def parse_variant(text: str, *, mode: str, zero_copy: bool, pdl: bool | None) -> Variant:

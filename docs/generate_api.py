@@ -18,6 +18,7 @@ TARGET = ROOT / "docs" / "api.md"
 MODULES = (
     "moe_ep",
     "moe_ep.cake.kernels",
+    "moe_ep.nvlink_one_sided.kernels",
     "moe_ep.nvlink_two_sided.kernels",
     "moe_ep.reference",
 )
@@ -124,20 +125,42 @@ def public_items(module):
     else:
         names = [str(export) for export in module.exports]
     for name in names:
-        item = module.members[name]
+        item = resolved(module, module.members[name])
         if not name.startswith("_") and not item.is_module:
-            yield name, item.final_target if item.is_alias else item
+            yield name, item
+
+
+def resolved(module, item):
+    """What an exported name stands for: what it is imported from, or, where the module binds it to
+    a method of an object of its own (`name = OBJECT.name`), that method.
+    """
+    if item.is_alias:
+        return item.final_target
+    bound = re.fullmatch(r"(\w+)\.(\w+)", str(item.value)) if item.is_attribute else None
+    owner = module.members.get(bound[1]) if bound else None
+    if owner is None or not owner.is_attribute:
+        return item
+    made_by = module.members[str(owner.value).partition("(")[0]]
+    return made_by.final_target.members[bound[2]]
 
 
 def render():
     """The text of docs/api.md."""
     package = griffe.load("moe_ep", search_paths=[ROOT], resolve_aliases=True)
     blocks = [HEADER, "# API"]
+    written = {}  # where each item stands
     for path in MODULES:
         module = package if path == "moe_ep" else package[path.removeprefix("moe_ep.")]
         blocks += [f"## `{path}`", *markdown(module)]
+        repeated = []
         for name, item in public_items(module):
+            if item.path in written:
+                repeated.append(f"- `{name}`: as `{written[item.path]}`")
+                continue
+            written[item.path] = f"{path}.{name}"
             blocks += blocks_of(item, name, 3)
+        if repeated:
+            blocks.append("\n".join(repeated))
     return "\n\n".join(blocks) + "\n"
 
 

@@ -12,11 +12,13 @@ from moe_ep.errors import (
     MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
+    MoEEpMaskDisagreementError,
     MoEEpPlatformError,
     MoEEpStateError,
     MoEEpTimeoutError,
 )
 from moe_ep.expert_major import ExpertMajorRows
+from moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig
 from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
 from moe_ep.registry import (
@@ -44,9 +46,12 @@ __all__ = [
     "MoEEpDispatchResult",
     "MoEEpError",
     "MoEEpInputError",
+    "MoEEpMaskDisagreementError",
     "MoEEpPlatformError",
     "MoEEpStateError",
     "MoEEpTimeoutError",
+    "NVLinkOneSidedAlltoAll",
+    "NVLinkOneSidedConfig",
     "NVLinkTwoSidedAlltoAll",
     "NVLinkTwoSidedConfig",
     "QuantFormat",

@@ -90,6 +90,7 @@ class FdChannel:
 
 MAX_EP_SIZE: Final[int]
 MAX_TOP_K: Final[int]
+MAX_PACKET_TOKENS: Final[int]
 MAX_PAYLOADS: Final[int]
 MAX_TIMEOUT_SEC: Final[int]
 
@@ -106,6 +107,7 @@ class Geometry:
         eplb_stats_num_experts: int = 0,
         low_latency_tokens: int = 0,
         spans_gpus: int = 1,
+        prefers_packets: int = 0,
     ) -> None: ...
     @property
     def ep_size(self) -> int: ...

@@ -30,12 +30,14 @@ from moe_ep.errors import (
     MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
+    MoEEpMaskDisagreementError,
     MoEEpStateError,
     MoEEpTimeoutError,
     translate_op_error,
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
+from moe_ep.streams import on_stream_of
 from moe_ep.workspace_sharing import move
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
 
@@ -63,8 +65,8 @@ class MoEEpCommunication(abc.ABC):
 
     Hooks get checked arguments and know nothing about the state machine. They report failures by
     raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
-    it is. MoEEpTimeoutError and any exception that is not of this library break the object; after
-    any other MoEEpError the object goes on.
+    it is. MoEEpTimeoutError, MoEEpMaskDisagreementError and any exception that is not of this
+    library break the object; after any other MoEEpError the object goes on.
     A backend that takes more keywords (`active_rank_mask`) overrides `dispatch` and `combine` with
     the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
     """
@@ -121,6 +123,8 @@ class MoEEpCommunication(abc.ABC):
         self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
         self._destroyed: bool = False
         self._in_round: bool = False  # where others share the workspace: whose turn it is
+        # A setting of the backends that take masks.
+        self._rank_mask_enabled: Final[bool] = getattr(config, "enable_rank_mask", False)
         self._process: Final[int] = os.getpid()
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
@@ -134,10 +138,21 @@ class MoEEpCommunication(abc.ABC):
         self._shared = workspace
         workspace.admit(self)
 
+    def _drop_round(self) -> None:
+        """Forget a round that is open: the workspace begins anew."""
+        self._in_round = False
+        self._recorded = None
+
     @property
     def _comm(self) -> CommBackend:
         """What the group agrees over."""
         return self._shared.comm
+
+    def _comm_over(self, comm_backend: Any) -> CommBackend:
+        """Return what a user's comm_backend agrees over; None: the group."""
+        if comm_backend is None:
+            return self._comm
+        return as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
 
     # ---------------------------------------------------------------- what users call
 
@@ -190,10 +205,11 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError (dtype), MoEEpConfigError (shape, device, size) and MoEEpStateError before
         anything is sent.
         Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
-        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is
-        then broken. Where the device finds out (on CUDA, but for torch_dist), `check` raises both,
-        else a later call: a time-out any, a disagreement a combine. Until then nothing counts as
-        received, and the sums are NaN.
+        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`, and on the CPU
+        soon after its process has ended or it has given up itself; the object is then broken. Where
+        the device finds out (on CUDA, but for torch_dist), `check` raises both, else a later call:
+        a time-out any, a disagreement a combine. Until then nothing counts as received, and the
+        sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -319,10 +335,39 @@ class MoEEpCommunication(abc.ABC):
     def workspace_bytes(self) -> int:
         """Bytes of memory that this rank holds for the object between rounds.
 
-        Objects that share a workspace each report the whole of it. 0 after destroy and while the
-        memory is released; 0 always where a backend holds none.
+        Objects that share a workspace each report the whole of it. 0 after destroy, while the
+        memory is released, and in a forked process; 0 always where a backend holds none.
         """
-        return self._shared.mapped_bytes
+        return self._shared.mapped_bytes if os.getpid() == self._process else 0
+
+    def reinitialize(self, comm_backend: Any = None) -> None:
+        """Begin anew in the same memory: no round is open, none has failed, no rank is behind.
+
+        For a rank that was masked off and comes back, and after a failure: a time-out, Ctrl-C, a
+        call that raised on some ranks only. Collective over the ranks that go on, for all objects
+        that share the workspace; a round that is open is dropped. Waits for the device. The
+        contents are lost; addresses stay, and captured CUDA graphs can be replayed.
+
+        comm_backend: as in the config, but of any ranks of the group, in any order, where
+            enable_rank_mask is set; else of all. None: the group of the communication.
+
+        Ranks that it leaves out must stay outside active_rank_mask until a later call has them in.
+        They must be dead, or outside of dispatch and combine for good: one that is still in a round
+        may write into the memory of the others. A process that has taken the place of a dead one
+        has no part in this memory: create the communication anew on all ranks.
+
+        Raises on all ranks together, with nothing changed: MoEEpConfigError where ranks are missing
+        or there twice, MoEEpStateError while the memory is released, where a checkpoint has lost
+        it, and of torch_dist, which has none. MoEEpTimeoutError where a rank of comm_backend does
+        not come: the object is then broken, and the call can be made again.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
+        forked process and while a CUDA graph is being captured, on the rank alone.
+        """
+        self._require_present("reinitialize")
+        self._refuse_capture("reinitialize")
+        comm = self._comm_over(comm_backend)
+        with self._on_stream():
+            self._shared.reinitialize(comm, self._wait_for_device, in_part=self._rank_mask_enabled)
 
     def checkpoint_prepare(self) -> None:
         """Give the memory back and keep its addresses, for all objects that share the workspace.
@@ -340,9 +385,11 @@ class MoEEpCommunication(abc.ABC):
         combine first) or on a broken object; what the device has recorded, as `check` does.
         Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
         is then broken, and the ranks must restart.
-        Raises MoEEpStateError after destroy and in a forked process, on the rank alone.
+        Raises MoEEpStateError after destroy, in a forked process and while a CUDA graph is being
+        captured, on the rank alone.
         """
         self._require_present("checkpoint_prepare")
+        self._refuse_capture("checkpoint_prepare")
         backward_round.close_left_open(self)
         with self._on_stream():
             self._shared.prepare(self.check)
@@ -365,14 +412,13 @@ class MoEEpCommunication(abc.ABC):
         some ranks have not released; MoEEpPlatformError where the memory cannot be had any more.
         Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
         is then broken, and the ranks must restart.
-        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy and in
-        a forked process, on the rank alone.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
+        forked process and while a CUDA graph is being captured, on the rank alone.
         """
         self._require_present("checkpoint_restore")
-        comm, group = self._comm, self._shared.group
-        if comm_backend is not None:
-            comm = as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
-            group = group_behind(comm)
+        self._refuse_capture("checkpoint_restore")
+        comm = self._comm_over(comm_backend)
+        group = self._shared.group if comm_backend is None else group_behind(comm)
         with self._on_stream():
             self._shared.restore(comm)
         move(self._shared, group)
@@ -474,11 +520,13 @@ class MoEEpCommunication(abc.ABC):
         """Free everything. Called once. Waits for nobody: peers may be dead or in a round."""
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a backend works: the stream that the user chose."""
-        handle = self._bootstrap.stream
-        if handle == 0:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=self.device))  # type: ignore[no-untyped-call]
+        """Return the context in which a backend works."""
+        return on_stream_of(self._bootstrap)
+
+    def _wait_for_device(self) -> None:
+        """Wait for what was queued, whatever becomes of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # ---------------------------------------------------------------- the state machine
 
@@ -578,7 +626,8 @@ class MoEEpCommunication(abc.ABC):
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
         shared = self._shared
         # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
-        if not isinstance(error, MoEEpError | TypeError) or isinstance(error, MoEEpTimeoutError):
+        breaks = isinstance(error, MoEEpTimeoutError | MoEEpMaskDisagreementError)
+        if breaks or not isinstance(error, MoEEpError | TypeError):
             shared.state = BROKEN
             shared.broken_by = str(exc if error is None else error)
             raise exc if error is None else error from None
@@ -596,6 +645,17 @@ class MoEEpCommunication(abc.ABC):
     def _require_alive(self, call: str) -> None:
         self._require_present(call)
         self._shared.require_whole(call, self._who)
+
+    def _refuse_capture(self, call: str) -> None:
+        """Raise where the current stream of the device is being captured: the host must wait."""
+        if self.device.type != "cuda":
+            return
+        with torch.cuda.device(self.device), self._on_stream():
+            if not torch.cuda.is_current_stream_capturing():
+                return
+        raise MoEEpStateError(
+            f"{call} while a CUDA graph is being captured ({self._who}): call it after the capture."
+        )
 
     def _require_present(self, call: str) -> None:
         """Raise unless the object is this process's and is not destroyed."""

@@ -8,13 +8,12 @@ from moe_ep import ops
 
 
 def reason_against(
-    backend: str, device: torch.device | None, min_capability: tuple[int, int]
+    backend: str, min_capability: tuple[int, int], device: torch.device | None
 ) -> str | None:
-    """Return why a backend that runs on the CPU and on CUDA devices cannot run on a device of this
-    machine, or None if it can.
+    """Return why a backend cannot run on a device of this machine, or None if it can.
 
+    min_capability: the least compute capability of a CUDA device.
     device: None asks whether any would do.
-    min_capability: of CUDA devices.
     """
     if device is None or device.type == "cpu":
         return None

@@ -25,19 +25,17 @@ torch.ops.load_library(_library.origin)
 torch.ops.moe_ep.set_interrupt_check(_native.interrupt_check())
 
 
+ONE_SIDED_BACKENDS = ("cake", "one_sided")
+"""What the names of their ops begin with: the same ops, in two ways on CUDA."""
+
+
 def has_cuda_kernels() -> bool:
     """Return whether the library was built with its kernels for CUDA devices."""
     found: bool = torch._C._dispatch_has_kernel_for_dispatch_key("moe_ep::cake_dispatch", "CUDA")
     return found
 
 
-@torch.library.register_fake("moe_ep::cake_initialize")
-def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
-    return None
-
-
-@torch.library.register_fake("moe_ep::cake_dispatch")
-def _(
+def _dispatch(
     workspace: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor | None,
@@ -62,8 +60,7 @@ def _(
     )
 
 
-@torch.library.register_fake("moe_ep::cake_dispatch_in_place")
-def _(
+def _dispatch_in_place(
     workspace: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor | None,
@@ -80,8 +77,7 @@ def _(
     return None
 
 
-@torch.library.register_fake("moe_ep::cake_received_rows")
-def _(
+def _received_rows(
     workspace: Tensor,
     geometry: list[int],
     ep_rank: int,
@@ -92,8 +88,7 @@ def _(
     return workspace.new_empty((workspace.shape[0] * tokens_per_rank, row_bytes[index]))
 
 
-@torch.library.register_fake("moe_ep::cake_combine")
-def _(
+def _combine(
     workspace: Tensor,
     expert_output: Tensor | None,
     active_rank_mask: Tensor | None,
@@ -110,8 +105,7 @@ def _(
     return workspace.new_empty((num_tokens, hidden_size), dtype=dtype)
 
 
-@torch.library.register_fake("moe_ep::cake_combine_out")
-def _(
+def _combine_out(
     workspace: Tensor,
     expert_output: Tensor | None,
     active_rank_mask: Tensor | None,
@@ -126,8 +120,7 @@ def _(
     return None
 
 
-@torch.library.register_fake("moe_ep::cake_combine_quantized")
-def _(
+def _combine_quantized(
     workspace: Tensor,
     expert_output: Tensor | None,
     active_rank_mask: Tensor | None,
@@ -157,10 +150,23 @@ def _(
 @torch.library.register_fake("moe_ep::two_sided_initialize")
 @torch.library.register_fake("moe_ep::two_sided_check")
 @torch.library.register_fake("moe_ep::two_sided_forget")
-@torch.library.register_fake("moe_ep::cake_forget")
-@torch.library.register_fake("moe_ep::cake_check")
-def _(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
+def _on_workspace(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
     return None
+
+
+for _backend in ONE_SIDED_BACKENDS:
+    for _name, _fake in {
+        "initialize": _on_workspace,
+        "dispatch": _dispatch,
+        "dispatch_in_place": _dispatch_in_place,
+        "received_rows": _received_rows,
+        "combine": _combine,
+        "combine_out": _combine_out,
+        "combine_quantized": _combine_quantized,
+        "check": _on_workspace,
+        "forget": _on_workspace,
+    }.items():
+        torch.library.register_fake(f"moe_ep::{_backend}_{_name}", _fake)
 
 
 @torch.library.register_fake("moe_ep::two_sided_prepare")

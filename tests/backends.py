@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import parent_process
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from moe_ep import (
     CakeAlltoAll,
     MoEEpCommunication,
+    NVLinkOneSidedAlltoAll,
     NVLinkTwoSidedAlltoAll,
     TorchDistAlltoAll,
 )
@@ -31,10 +34,12 @@ class Backend:
     masks: active_rank_mask.
     extra_bytes: extra_payload_bytes_per_token.
     statistics: eplb_stats_num_experts.
-    memory: it has a workspace, which objects share and checkpoints give back.
+    workspace: has memory that is kept between rounds.
     zero_copy: get_combine_input_buffer returns memory.
     pdl: enable_pdl.
     low_precision: use_low_precision_combine.
+    lamport: lamport and lamport_max_tokens.
+    one_sided: it is on the one-sided transport: `kernels` and `places` are as those of cake.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
     devices: where it runs, of tests.ranks.devices.
     """
@@ -44,40 +49,70 @@ class Backend:
     masks: bool = False
     extra_bytes: bool = False
     statistics: bool = False
-    memory: bool = False
+    workspace: bool = False
     zero_copy: bool = False
     pdl: bool = False
     low_precision: bool = False
+    lamport: bool = False
+    one_sided: bool = False
     interruptible: bool = False
     devices: tuple[str, ...] = (CPU,)
 
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def kernels(self) -> ModuleType:
+        """What its ops do on a bare workspace."""
+        return self._module("kernels")
 
-ALL = (
-    Backend(
-        "cake",
-        CakeAlltoAll,
+    @property
+    def places(self) -> ModuleType:
+        """Where it can run, and what sizes its workspace there."""
+        return self._module("places")
+
+    def _module(self, name: str) -> ModuleType:
+        package = self.communication.__module__.rpartition(".")[0]
+        return importlib.import_module(f"{package}.{name}")
+
+
+def _one_sided(
+    name: str, communication: type[MoEEpCommunication], *, lamport: bool = False
+) -> Backend:
+    return Backend(
+        name,
+        communication,
         masks=True,
         extra_bytes=True,
         statistics=True,
-        memory=True,
+        workspace=True,
         zero_copy=True,
         pdl=True,
         low_precision=True,
+        lamport=lamport,
+        one_sided=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
-    ),
+    )
+
+
+ALL = (
+    _one_sided("cake", CakeAlltoAll),
+    _one_sided("nvlink_one_sided", NVLinkOneSidedAlltoAll, lamport=True),
     Backend(
         "nvlink_two_sided",
         NVLinkTwoSidedAlltoAll,
-        memory=True,
+        workspace=True,
         interruptible=True,
         devices=(CPU, ONE_GPU, SPREAD),
     ),
     Backend("torch_dist", TorchDistAlltoAll, statistics=True, devices=(CPU, NCCL)),
 )
+
+
+def named(name: str) -> Backend:
+    """Return the backend of that name."""
+    return next(backend for backend in ALL if backend.name == name)
 
 
 @cache
@@ -137,3 +172,4 @@ on_the_cpu = on_each(devices=(CPU,))
 # process first.
 naming_silent_peers = on_each(devices=(CPU, ONE_GPU))
 on_shared_gpus = on_each(devices=SHARED_GPUS)
+one_sided_names = pytest.mark.parametrize("backend", [one.name for one in ALL if one.one_sided])

@@ -8,15 +8,16 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "cake/paths.h"
 #include "core/expert_partition.h"
 #include "core/geometry.h"
 #include "core/geometry_check.h"
 #include "core/limits.h"
+#include "core/payload_placement.h"
 #include "core/quant_formats.h"
 #include "core/rank_mask.h"
 #include "core/scale_layout.h"
 #include "core/workspace_layout.h"
+#include "one_sided/small_steps.h"
 #include "two_sided/geometry.h"
 #include "two_sided/layout.h"
 
@@ -35,7 +36,8 @@ std::vector<int64_t> fields_of(const Geometry& g) {
           g.combine_bytes_per_token,
           g.eplb_stats_num_experts,
           g.low_latency_tokens,
-          g.spans_gpus};
+          g.spans_gpus,
+          g.prefers_packets};
 }
 
 // Bytes from the start of a segment.
@@ -88,6 +90,7 @@ void bind_fifo_geometry(py::module_& m) {
 void bind_layout(py::module_& m) {
   m.attr("MAX_EP_SIZE") = kMaxEpSize;
   m.attr("MAX_TOP_K") = kMaxTopK;
+  m.attr("MAX_PACKET_TOKENS") = kMaxPacketTokens;
   m.attr("MAX_PAYLOADS") = kMaxPayloads;
   m.attr("MAX_TIMEOUT_SEC") = kMaxTimeoutSec;
 
@@ -95,7 +98,8 @@ void bind_layout(py::module_& m) {
       .def(py::init(&valid_geometry), py::kw_only(), py::arg("ep_size"), py::arg("num_experts"),
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
-           py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 1)
+           py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 1,
+           py::arg("prefers_packets") = 0)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
@@ -140,7 +144,7 @@ void bind_layout(py::module_& m) {
       .value("LINEAR", ScaleLayout::kLinear)
       .value("SWIZZLE_128x4", ScaleLayout::kSwizzle128x4)
       .value("SWIZZLE_8x4", ScaleLayout::kSwizzle8x4);
-  m.def("low_latency_tokens", &cake::low_latency_tokens, py::arg("ep_size"), py::arg("top_k"),
+  m.def("low_latency_tokens", &one_sided::low_latency_tokens, py::arg("ep_size"), py::arg("top_k"),
         py::arg("max_tokens_per_rank"), "Up to so many tokens a rank travel as packets on CUDA.");
   m.def("row_pitch", &row_pitch, py::arg("row_bytes"),
         "Bytes from one row of the workspace to the next.");

@@ -1,9 +1,9 @@
-#include "cake/combine_bulk.cuh"
+#include "cake/combine_bulk.h"
 
 #include <algorithm>
 
-#include "cake/combine_kernels.h"
-#include "cake/cuda_launch.h"
+#include "cake/combine_bulk.cuh"
+#include "one_sided/cuda_launch.h"
 
 namespace moe_ep::cake {
 namespace {

@@ -5,15 +5,16 @@
 
 #include <cstdint>
 
-#include "cake/combine_plan.h"
-#include "cake/cuda_params.h"
-#include "cake/device/combine_enter.cuh"
-#include "cake/device/item_feed.cuh"
-#include "cake/device/memory_access.cuh"
-#include "cake/device/row_sum.cuh"
-#include "cake/device/token_rows.cuh"
 #include "cake/device/vector_sums.cuh"
+#include "cake/namespace.h"
 #include "core/fast_divide.h"
+#include "one_sided/combine_plan.h"
+#include "one_sided/cuda_params.h"
+#include "one_sided/device/combine_enter.cuh"
+#include "one_sided/device/item_feed.cuh"
+#include "one_sided/device/token_rows.cuh"
+#include "transport/device/memory_access.cuh"
+#include "transport/device/row_sum.cuh"
 
 namespace moe_ep::cake {
 

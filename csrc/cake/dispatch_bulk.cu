@@ -5,9 +5,9 @@
 #include <iterator>
 #include <limits>
 
-#include "cake/copy_outputs.h"
-#include "cake/cuda_launch.h"
 #include "cake/dispatch_bulk.cuh"
+#include "one_sided/copy_outputs.h"
+#include "one_sided/cuda_launch.h"
 
 namespace moe_ep::cake {
 namespace {
@@ -32,7 +32,7 @@ constexpr uint64_t kMaxPartBytes = 16896;
 // Eight warps and two stages keep enough bytes in flight if parts are not small: the variants above
 // had 50 to 100 KiB a multiprocessor. Smaller parts need more of both (to be measured).
 constexpr int32_t kWarps = 8;
-constexpr int32_t kMaxWarps = kBulkDispatchThreads / kWarpSize;
+constexpr int32_t kMaxWarps = kInPlaceThreads / kWarpSize;
 constexpr uint64_t kFewWarpsPartBytes = 3072;
 constexpr int32_t kMinStages = 2;
 constexpr int32_t kMaxStages = 8;
@@ -140,7 +140,7 @@ cudaError_t launch_dispatch_bulk(const DispatchKernelParams& p, const CudaContex
   set_items(params.pipeline, p.num_tokens, static_cast<uint32_t>(ctas));
   const LaunchShape shape{
       .ctas = static_cast<int>(ctas),
-      .threads = kBulkDispatchThreads,
+      .threads = kInPlaceThreads,
       .shared_bytes = std::max(params.pipeline.bytes() + table_bytes, kMinSharedBytes),
   };
   error = launch(kernel_for(params), shape, context, params);

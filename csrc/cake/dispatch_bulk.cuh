@@ -1,8 +1,5 @@
-// Dispatch of many tokens: rows go straight to their place at the receiver, in bulk copies.
-//
-// A rank's CTAs share nothing but a counter of items. Each CTA that has sent its items adds to the
-// arrival word at every peer; CTA 0 alone waits for the peers, once its own part is done. So CTAs
-// of a grid, and grids of ranks that share a GPU, need not run together.
+// Dispatch of many tokens: rows go straight to their place at the receiver, in bulk copies. The
+// kernel goes as in_place_dispatch.cuh has it.
 //
 // Order: bulk stores are complete for the thread that issued them after its bulk_wait; a CTA
 // barrier hands that on to the threads that signal, and the release at system scope to the peers.
@@ -10,24 +7,20 @@
 
 #include <cstdint>
 
-#include "cake/cuda_params.h"
-#include "cake/device/agreement.cuh"
-#include "cake/device/bounded_wait.cuh"
-#include "cake/device/destinations.cuh"
-#include "cake/device/dispatch_tail.cuh"
-#include "cake/device/memory_access.cuh"
-#include "cake/device/own_block.cuh"
-#include "cake/device/picks.cuh"
-#include "cake/device/route_table.cuh"
-#include "cake/device/routing.cuh"
 #include "cake/device/row_pipeline.cuh"
-#include "cake/device/schedule.cuh"
-#include "cake/device/workspace.cuh"
+#include "cake/namespace.h"
+#include "one_sided/cuda_params.h"
+#include "one_sided/device/destinations.cuh"
+#include "one_sided/device/in_place_dispatch.cuh"
+#include "one_sided/device/own_block.cuh"
+#include "one_sided/device/picks.cuh"
+#include "one_sided/device/route_table.cuh"
+#include "one_sided/device/routing.cuh"
+#include "one_sided/device/workspace.cuh"
+#include "transport/device/memory_access.cuh"
+#include "transport/device/schedule.cuh"
 
 namespace moe_ep::cake {
-
-inline constexpr int kBulkDispatchThreads = 512;  // all build the table; some warps send
-static_assert(kBulkDispatchThreads >= kMaxEpSize, "a thread a rank");
 
 struct BulkDispatchParams {
   DispatchKernelParams dispatch;
@@ -119,102 +112,75 @@ __device__ inline void send_usual_rows(const DispatchKernelParams& p, const Rank
   }
 }
 
-// What the peers and combine get to know besides rows. For CTA 0 and its last warps, which are the
-// last to have rows: so no row waits for it.
-template <int kWords>
-__device__ void announce(const DispatchKernelParams& p, const RankSet<kWords>& active,
-                         const RouteTable<kWords>& table, uint32_t epoch) {
-  constexpr uint32_t kThreads = kBulkDispatchThreads / 2;
-  static_assert(kThreads >= kMaxEpSize, "a thread a rank");
-  if (threadIdx.x < kBulkDispatchThreads - kThreads) return;
-  const uint32_t thread = threadIdx.x - (kBulkDispatchThreads - kThreads);
-  const auto peer = static_cast<int32_t>(thread);
-  if (peer < p.workspace.ep_size && active.contains(peer)) {
-    send_header(p, peer, table.total(peer), round_signature(p, active), epoch);
-  }
-  prepare_combine(p, active, epoch, thread);
-  send_stats(p, active, thread, kThreads);
-}
-
-// What a kernel reads of its rank's state, as it was loaded: who looks at it waits for it.
-struct RoundBefore {
-  uint32_t epoch;
-  uint32_t failed;
-
-  __device__ static RoundBefore load(const volatile DeviceState* state) {
-    return {state->dispatch_epoch, state->failed};
-  }
-};
-
-// At most 128 registers a thread, so that 512 fit; one CTA a multiprocessor.
+// Of one thread: rows in bulk, as dispatch_in_place asks for them.
 template <int kWords, BulkInputs kInputs>
-__global__ void __launch_bounds__(kBulkDispatchThreads, 1)
-    dispatch_bulk_kernel(const __grid_constant__ BulkDispatchParams params) {
-  constexpr bool kAllInBulk = kInputs != BulkInputs::kAny;
-  extern __shared__ __align__(128) uint8_t shared[];
-  const DispatchKernelParams& p = params.dispatch;
-  RowPipeline<kAllInBulk> pipeline(p, params.pipeline, shared);
-  RouteTable<kWords> table(p, params.table, shared + params.pipeline.bytes());
-  const DeviceState* const state = own_segment(p.workspace).state();
-  const bool leads = blockIdx.x == 0;
+class BulkRows {
+ public:
+  using Pipeline = RowPipeline<kInputs != BulkInputs::kAny>;
 
-  const UsualTargets targets(p);
-  if constexpr (kInputs == BulkInputs::kUsual) {
-    wait_for_previous_kernel_knowing(pipeline.counter_address(), state, targets.address_bits());
-  } else {
-    wait_for_previous_kernel_knowing(pipeline.counter_address(), state);
+  __device__ BulkRows(const BulkDispatchParams& params, Pipeline& pipeline)
+      : params_(params), p_(params.dispatch), pipeline_(pipeline), targets_(params.dispatch) {}
+
+  __device__ void wait_for_previous_kernel(const DeviceState* state) const {
+    if constexpr (kIsUsual) {
+      wait_for_previous_kernel_knowing(pipeline_.counter_address(), state, targets_.address_bits());
+    } else {
+      wait_for_previous_kernel_knowing(pipeline_.counter_address(), state);
+    }
   }
-  pipeline.reserve();
-  UsualBatch ids;
-  if constexpr (kInputs == BulkInputs::kUsual) ids = table.ask_usual(0);
-  RoundBefore before = RoundBefore::load(state);
-  const RankSet<kWords> active = active_ranks<kWords>(p.workspace, p.active);
-
-  for (int32_t first = 0;;) {
-    const int32_t end = first + min(params.table.tokens, p.num_tokens - first);
-    const bool is_last = end == p.num_tokens;
-    // First the ids are asked for, then rows: a burst of rows would hold the ids up. Rows that the
-    // lanes copy themselves come after the scan: they keep the lanes busy.
+  __device__ void reserve() { pipeline_.reserve(); }
+  __device__ void ask_ids(RouteTable<kWords>& table, int32_t first) {
+    if constexpr (kIsUsual) ids_ = table.ask_usual(first);
+  }
+  // First the ids are asked for, then rows: a burst of rows would hold the ids up. Rows that the
+  // lanes copy themselves come after the scan: they keep the lanes busy.
+  __device__ void scan(RouteTable<kWords>& table, const RankSet<kWords>& active, int32_t first) {
     constexpr int kLoads = kWords > 1 ? 1 : 8;  // what the registers have room for
     const auto fill = [&] {
-      if (first == 0) pipeline.fill();
+      if (first == 0) pipeline_.fill();
     };
-    if constexpr (kInputs == BulkInputs::kUsual) {
-      table.scan_usual(params.owners, active, ids, fill);
+    if constexpr (kIsUsual) {
+      table.scan_usual(params_.owners, active, ids_, fill);
     } else if constexpr (kAllInBulk) {
       table.template scan<kLoads>(active, first, fill);
     } else {
       table.template scan<kLoads>(active, first, [] {});
       fill();
     }
-    // Threads may differ in what they saw of a failure; behind the barrier they agree.
-    if (__syncthreads_or(held(before.failed) != 0)) {
-      if (first == 0) pipeline.drain();
-      if (leads) void_round(p);
-      return;
-    }
-    table.count_rows();
-    const bool has_items = pipeline.item() != kNoItem;
-    if (!__syncthreads_or(has_items || leads)) break;  // started late: the others did it all
-    if (first == 0) pipeline.top_up();
-    if (leads && is_last) announce(p, active, table, held(before.epoch) + 1);
-    if constexpr (kInputs == BulkInputs::kUsual) {
-      send_usual_rows(p, active, table, targets, pipeline, end);
-    } else {
-      send_rows(p, active, table, pipeline, end);
-    }
-    if (is_last) break;
-    first = end;
-    before.failed = 0;
-    __syncthreads();  // the table is read no more
-    if constexpr (kInputs == BulkInputs::kUsual) ids = table.ask_usual(first);
   }
+  __device__ bool has_items() const { return pipeline_.item() != kNoItem; }
+  __device__ void top_up() { pipeline_.top_up(); }
+  __device__ void send(const RankSet<kWords>& active, const RouteTable<kWords>& table,
+                       int32_t end) {
+    if constexpr (kIsUsual) {
+      send_usual_rows(p_, active, table, targets_, pipeline_, end);
+    } else {
+      send_rows(p_, active, table, pipeline_, end);
+    }
+  }
+  __device__ void complete() const { bulk_wait<0>(); }
+  __device__ void drain() { pipeline_.drain(); }
 
-  blank_rows_without_token(p, active);
-  bulk_wait<0>();
-  __syncthreads();
-  signal_arrival(p, active);
-  if (leads) receive(p, active, held(before.epoch) + 1);
+ private:
+  static constexpr bool kIsUsual = kInputs == BulkInputs::kUsual;
+  static constexpr bool kAllInBulk = kInputs != BulkInputs::kAny;
+
+  const BulkDispatchParams& params_;
+  const DispatchKernelParams& p_;
+  Pipeline& pipeline_;
+  UsualTargets targets_;
+  UsualBatch ids_;
+};
+
+// At most 128 registers a thread, so that 512 fit; one CTA a multiprocessor.
+template <int kWords, BulkInputs kInputs>
+__global__ void __launch_bounds__(kInPlaceThreads, 1)
+    dispatch_bulk_kernel(const __grid_constant__ BulkDispatchParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  typename BulkRows<kWords, kInputs>::Pipeline pipeline(params.dispatch, params.pipeline, shared);
+  RouteTable<kWords> table(params.dispatch, params.table, shared + params.pipeline.bytes());
+  BulkRows<kWords, kInputs> rows(params, pipeline);
+  dispatch_in_place(params.dispatch, params.table, table, rows);
 }
 
 }  // namespace moe_ep::cake

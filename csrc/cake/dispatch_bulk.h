@@ -3,8 +3,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cake/cuda.h"
-#include "cake/cuda_params.h"
+#include "cake/namespace.h"
+#include "one_sided/cuda.h"
+#include "one_sided/cuda_params.h"
 
 namespace moe_ep::cake {
 

@@ -19,10 +19,13 @@ struct Geometry {
   int32_t eplb_stats_num_experts;    // 0: no statistics travel
   int32_t low_latency_tokens;        // per rank; up to so many travel as packets. 0: never
   int32_t spans_gpus;                // 1: ranks may be on several GPUs. 0: they share one
+  // 1: those tokens come back as packets, too. 0: only where that was measured to be faster.
+  int32_t prefers_packets;
 
   // Per rank; there is room for so many that come back as packets.
   MOE_EP_HOST_DEVICE constexpr int32_t push_slots() const {
     if (combine_bytes_per_token > kMaxPushedRowBytes) return 0;
+    if (prefers_packets != 0) return low_latency_tokens;
     return low_latency_tokens < kMaxPushTokens ? low_latency_tokens : kMaxPushTokens;
   }
   // A token has at most one row on a rank, and at most one rank for each of its picks.
@@ -42,7 +45,8 @@ struct Geometry {
                                static_cast<uint64_t>(combine_bytes_per_token),
                                static_cast<uint64_t>(eplb_stats_num_experts),
                                static_cast<uint64_t>(low_latency_tokens),
-                               static_cast<uint64_t>(spans_gpus)};
+                               static_cast<uint64_t>(spans_gpus),
+                               static_cast<uint64_t>(prefers_packets)};
     return fingerprint_of(fields);
   }
 };

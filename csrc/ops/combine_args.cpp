@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "cake/fp8_rows.h"
+#include "one_sided/fp8_rows.h"
 #include "ops/errors.h"
 #include "ops/tensor_args.h"
 
@@ -17,7 +17,7 @@ void check_not_in_place(const CombineInputs& in) {
         "combine input buffer: rows are quantised on their way there");
 }
 
-void set_expert_output(cake::CombineParams& p, const CombineInputs& in) {
+void set_expert_output(one_sided::CombineParams& p, const CombineInputs& in) {
   if (!in.expert_output.has_value()) {
     check_not_in_place(in);
     return;
@@ -35,8 +35,8 @@ void set_expert_output(cake::CombineParams& p, const CombineInputs& in) {
 
 }  // namespace
 
-cake::CombineParams combine_args(const CombineInputs& in) {
-  cake::CombineParams p{};
+one_sided::CombineParams combine_args(const CombineInputs& in) {
+  one_sided::CombineParams p{};
   p.workspace = workspace_from(in.workspace, geometry_from(in.geometry), in.ep_rank);
   const Geometry& g = p.workspace.geometry;
   p.active = active_ranks_from(in.active_rank_mask, in.workspace, g, in.ep_rank).fixed;
@@ -48,7 +48,7 @@ cake::CombineParams combine_args(const CombineInputs& in) {
   // Divided, not multiplied: a product might not fit 64 bits.
   const int64_t element = in.low_precision ? 1 : row_type_bytes(p.row_type);
   check(in.hidden_size >= 1 && in.hidden_size <= g.combine_bytes_per_token / element &&
-            cake::travelling_row_bytes(p) <= g.combine_bytes_per_token,
+            one_sided::travelling_row_bytes(p) <= g.combine_bytes_per_token,
         "an expert output row has ", in.hidden_size, " elements of ", element,
         in.low_precision ? " byte and a scale of 4 bytes for every 128" : " bytes",
         ", more than combine_bytes_per_token=", g.combine_bytes_per_token);
@@ -59,14 +59,14 @@ cake::CombineParams combine_args(const CombineInputs& in) {
   return p;
 }
 
-Tensor fresh_sums(cake::CombineParams& p, const CombineInputs& in) {
+Tensor fresh_sums(one_sided::CombineParams& p, const CombineInputs& in) {
   Tensor output = torch::stable::empty({in.num_tokens, in.hidden_size}, in.dtype, std::nullopt,
                                        in.workspace.device());
   p.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   return output;
 }
 
-void set_sums(cake::CombineParams& p, const Tensor& output, const Tensor& workspace) {
+void set_sums(one_sided::CombineParams& p, const Tensor& output, const Tensor& workspace) {
   check_device("output", output, workspace);
   check_outside_workspace("output", output, p.workspace);
   p.output = static_cast<uint8_t*>(output.mutable_data_ptr());

@@ -26,12 +26,12 @@ struct CombineInputs {
 
 // Everything but the output. Raises where an argument is wrong; looks at no memory of the
 // workspace. The mask is in params.active where it is in host memory.
-cake::CombineParams combine_args(const CombineInputs& inputs);
+one_sided::CombineParams combine_args(const CombineInputs& inputs);
 
 // A new tensor for the sums.
-Tensor fresh_sums(cake::CombineParams& params, const CombineInputs& inputs);
+Tensor fresh_sums(one_sided::CombineParams& params, const CombineInputs& inputs);
 // Raises unless `output` can take the sums where it is.
-void set_sums(cake::CombineParams& params, const Tensor& output, const Tensor& workspace);
+void set_sums(one_sided::CombineParams& params, const Tensor& output, const Tensor& workspace);
 
 struct QuantizedSums {
   Tensor values;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/status_page.h"
+#include "one_sided/params.h"
 #include "ops/cuda_call.h"
 
 namespace moe_ep::ops {

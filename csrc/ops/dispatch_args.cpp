@@ -8,7 +8,7 @@
 namespace moe_ep::ops {
 namespace {
 
-void set_routing(cake::DispatchParams& p, const DispatchInputs& in) {
+void set_routing(one_sided::DispatchParams& p, const DispatchInputs& in) {
   const Geometry& g = p.workspace.geometry;
   const TopkIds ids = topk_ids_from(in.topk_ids, in.workspace, g.top_k, p.tokens_per_rank);
   check_outside_workspace("topk_ids", in.topk_ids, p.workspace);
@@ -27,7 +27,7 @@ void set_routing(cake::DispatchParams& p, const DispatchInputs& in) {
   p.topk_weights = static_cast<const float*>(weights.const_data_ptr());
 }
 
-void set_payloads(cake::DispatchParams& p, const DispatchInputs& in) {
+void set_payloads(one_sided::DispatchParams& p, const DispatchInputs& in) {
   check(!in.payloads.empty() && in.payloads.size() <= kMaxPayloads, "payloads must be 1 to ",
         kMaxPayloads, " tensors, got ", in.payloads.size());
   int64_t bytes = 0;
@@ -41,7 +41,7 @@ void set_payloads(cake::DispatchParams& p, const DispatchInputs& in) {
         p.workspace.geometry.dispatch_bytes_per_token);
 }
 
-void set_stats(cake::DispatchParams& p, const DispatchInputs& in) {
+void set_stats(one_sided::DispatchParams& p, const DispatchInputs& in) {
   if (!in.eplb_local_stats.has_value()) return;
   const Tensor& stats = *in.eplb_local_stats;
   const int32_t wanted = p.workspace.geometry.eplb_stats_num_experts;
@@ -57,7 +57,7 @@ void set_stats(cake::DispatchParams& p, const DispatchInputs& in) {
 }  // namespace
 
 DispatchArgs dispatch_args(const DispatchInputs& in) {
-  cake::DispatchParams p{};
+  one_sided::DispatchParams p{};
   p.workspace = workspace_from(in.workspace, geometry_from(in.geometry), in.ep_rank);
   const Geometry& g = p.workspace.geometry;
   const ActiveRanks active = active_ranks_from(in.active_rank_mask, in.workspace, g, in.ep_rank);
@@ -71,7 +71,7 @@ DispatchArgs dispatch_args(const DispatchInputs& in) {
   return {p, active.on_device};
 }
 
-DispatchOutputs fresh_outputs(cake::DispatchParams& p, const Tensor& workspace) {
+DispatchOutputs fresh_outputs(one_sided::DispatchParams& p, const Tensor& workspace) {
   const Geometry& g = p.workspace.geometry;
   const auto empty = [&](int64_t rows, int64_t columns, ScalarType dtype) {
     return torch::stable::empty({rows, columns}, dtype, std::nullopt, workspace.device());
@@ -91,9 +91,9 @@ DispatchOutputs fresh_outputs(cake::DispatchParams& p, const Tensor& workspace) 
   return {ids, weights, counts, stats};
 }
 
-void leave_in_workspace(cake::DispatchParams& p) {
+void leave_in_workspace(one_sided::DispatchParams& p) {
   const WorkspaceLayout layout = WorkspaceLayout::of(p.workspace.geometry);
-  const cake::Segment own(p.workspace, layout, p.workspace.ep_rank);
+  const one_sided::Segment own(p.workspace, layout, p.workspace.ep_rank);
   p.out_topk_ids = own.topk_ids();
   if (p.has_weights) p.out_topk_weights = own.topk_weights();
   p.out_recv_counts = own.recv_counts();

@@ -25,7 +25,7 @@ struct DispatchInputs {
 };
 
 struct DispatchArgs {
-  cake::DispatchParams params;
+  one_sided::DispatchParams params;
   const uint64_t* active_on_device;  // null: params.active
 };
 
@@ -35,8 +35,8 @@ DispatchArgs dispatch_args(const DispatchInputs& inputs);
 
 using DispatchOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 // Ids, weights, counts and statistics as new tensors; what was not given has no elements.
-DispatchOutputs fresh_outputs(cake::DispatchParams& params, const Tensor& workspace);
+DispatchOutputs fresh_outputs(one_sided::DispatchParams& params, const Tensor& workspace);
 // They stay where the peers write them.
-void leave_in_workspace(cake::DispatchParams& params);
+void leave_in_workspace(one_sided::DispatchParams& params);
 
 }  // namespace moe_ep::ops

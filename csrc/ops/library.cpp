@@ -5,43 +5,49 @@
 // functionalisation has no reason to clone it.
 #include <torch/csrc/stable/library.h>
 
+#include "ops/one_sided_backends.h"
+
+namespace {
+
 // enable_pdl: whether a kernel may start while the one before it still runs; nothing on the CPU.
 // low_precision: whether expert rows travel as scaled FP8; the same on all ranks.
-STABLE_TORCH_LIBRARY(moe_ep, m) {
-  m.def("cake_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
-  m.def(
-      "cake_dispatch(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, "
+template <typename Library>
+void define_one_sided(Library& m, const char* backend) {
+  const auto def = [&](const char* schema) { m.def(moe_ep::ops::op_of(backend, schema).c_str()); };
+  def("initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  def("dispatch(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, "
       "Tensor[] payloads, Tensor? eplb_local_stats, Tensor? active_rank_mask, int[] geometry, "
       "int ep_rank, int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec, "
       "bool enable_pdl=True) -> (Tensor topk_ids, Tensor topk_weights, Tensor recv_token_counts, "
       "Tensor eplb_gathered_stats)");
   // For eager code and captured graphs, which read the results in the workspace itself.
-  m.def(
-      "cake_dispatch_in_place(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, "
+  def("dispatch_in_place(Tensor(a!) workspace, Tensor topk_ids, Tensor? topk_weights, "
       "Tensor[] payloads, Tensor? eplb_local_stats, Tensor? active_rank_mask, int[] geometry, "
       "int ep_rank, int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec, "
       "bool enable_pdl=True) -> ()");
-  m.def(
-      "cake_received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, "
+  def("received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, "
       "SymInt tokens_per_rank, int[] row_bytes, int index) -> Tensor");
-  m.def(
-      "cake_combine(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
+  def("combine(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt num_tokens, SymInt tokens_per_rank, int hidden_size, "
       "ScalarType dtype, int timeout_sec, bool enable_pdl=True, bool low_precision=False) -> "
       "Tensor");
-  m.def(
-      "cake_combine_out(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
+  def("combine_out(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt tokens_per_rank, int timeout_sec, Tensor(b!) output, "
       "bool enable_pdl=True, bool low_precision=False) -> ()");
-  m.def(
-      "cake_combine_quantized(Tensor(a!) workspace, Tensor? expert_output, "
+  def("combine_quantized(Tensor(a!) workspace, Tensor? expert_output, "
       "Tensor? active_rank_mask, int[] geometry, int ep_rank, SymInt num_tokens, "
       "SymInt tokens_per_rank, int hidden_size, ScalarType dtype, int timeout_sec, int format, "
       "int scale_layout, float scalar_scale, bool enable_pdl=True, bool low_precision=False) "
       "-> (Tensor values, Tensor scales)");
-  m.def("cake_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  def("check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   // Lets go of what the process keeps about a workspace outside of it; before the workspace ends.
-  m.def("cake_forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  def("forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(moe_ep, m) {
+  for (const char* backend : moe_ep::ops::kOneSidedBackends) define_one_sided(m, backend);
   // A two-sided round: prepare, alltoallv, combine. recv_counts become 0 where the rows do not
   // come. max_sm_count: multiprocessors that a call uses at a time; 0: no limit. Nothing on the
   // CPU. row_bytes: of the fields that alltoallv will move; has_weights: whether weights are among

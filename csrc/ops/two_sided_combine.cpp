@@ -37,9 +37,8 @@ two_sided::CombineParams combine_params(const Tensor& workspace, const Tensor& e
 }
 
 void run(const two_sided::CombineParams& p) {
-  ControlBlock& control = initialised_control(p.workspace);
   const Outcome outcome = two_sided::combine(p);
-  raise_unless_met(outcome, control, p.workspace.ep_rank);
+  raise_unless_met(outcome, p.workspace);
   if (outcome == Outcome::kDisagreement) {
     raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
                                " elements of " + std::to_string(row_type_bytes(p.row_type)) +

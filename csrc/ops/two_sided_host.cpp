@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/round_errors.h"
 #include "two_sided/cpu.h"
 
@@ -35,8 +36,8 @@ const int32_t* send_tokens_of_round(const Tensor& send_tokens, const Tensor& wor
   return tokens;
 }
 
-void raise_unless_met(Outcome outcome, const ControlBlock& control, int32_t ep_rank) {
-  if (outcome == Outcome::kTimeout) raise_timeout(control.timeout, ep_rank);
+void raise_unless_met(Outcome outcome, const two_sided::WorkspaceView& workspace) {
+  if (outcome == Outcome::kTimeout) raise_missed(rows_of(workspace));
   if (outcome == Outcome::kInterrupted) raise_interrupt();
 }
 

@@ -24,6 +24,6 @@ const int32_t* send_tokens_of_round(const Tensor& send_tokens, const Tensor& wor
                                     const two_sided::WorkspaceView& view);
 
 // Raises what an outcome other than kDone and kDisagreement means.
-void raise_unless_met(Outcome outcome, const ControlBlock& control, int32_t ep_rank);
+void raise_unless_met(Outcome outcome, const two_sided::WorkspaceView& workspace);
 
 }  // namespace moe_ep::ops

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/round_errors.h"
 #include "ops/two_sided_args.h"
 #include "ops/two_sided_host.h"
@@ -20,7 +21,7 @@ void two_sided_initialize(Tensor workspace, std::vector<int64_t> geometry, int64
 void two_sided_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const two_sided::WorkspaceView view = two_sided_workspace(workspace, geometry, ep_rank);
   auto& control = *reinterpret_cast<ControlBlock*>(view.segment(view.ep_rank));
-  if (control.timeout.recorded) raise_timeout(control.timeout, view.ep_rank);
+  if (control.timeout.recorded) raise_missed(rows_of(view));
   const InvalidIdRecord invalid = initialised_control(view).invalid_id;
   control.invalid_id.count = 0;
   if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank, view.geometry.num_experts);

@@ -12,12 +12,12 @@ namespace {
 
 std::atomic<InterruptCheck> interrupt_check{nullptr};
 
-WorkspaceRows rows_of(const cake::WorkspaceView& view) {
+}  // namespace
+
+WorkspaceRows rows_of(const one_sided::WorkspaceView& view) {
   return {view.base, view.rank_stride, view.ep_rank, view.geometry.ep_size,
           static_cast<int64_t>(WorkspaceLayout::of(view.geometry).segment_bytes)};
 }
-
-}  // namespace
 
 int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high) {
   check(value >= low && value <= high, name, " must be in [", low, ", ", high, "], got ", value);
@@ -42,9 +42,9 @@ void set_interrupt_check(int64_t address) {
 }
 
 Geometry geometry_from(const std::vector<int64_t>& f) {
-  check(f.size() == 9, "geometry must have 9 fields, got ", f.size());
+  check(f.size() == 10, "geometry must have 10 fields, got ", f.size());
   try {
-    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8]);
+    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9]);
   } catch (const std::invalid_argument& error) {
     fail("MoEEpConfigError", error.what());
   }
@@ -68,7 +68,8 @@ WorkspaceRows workspace_rows(const Tensor& workspace, int64_t ep_size, int64_t s
   return {base, workspace.stride(0), static_cast<int32_t>(ep_rank), ep_size, segment_bytes};
 }
 
-cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g, int64_t ep_rank) {
+one_sided::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& g,
+                                        int64_t ep_rank) {
   const auto segment_bytes = static_cast<int64_t>(WorkspaceLayout::of(g).segment_bytes);
   const WorkspaceRows rows = workspace_rows(workspace, g.ep_size, segment_bytes, ep_rank);
   return {rows.base, rows.rank_stride, rows.ep_rank, g, interrupt_check};
@@ -112,7 +113,7 @@ ControlBlock& initialised_control(const WorkspaceRows& workspace, uint64_t finge
   return control;
 }
 
-ControlBlock& initialised_control(const cake::WorkspaceView& workspace) {
+ControlBlock& initialised_control(const one_sided::WorkspaceView& workspace) {
   return initialised_control(rows_of(workspace), workspace.geometry.fingerprint());
 }
 
@@ -183,15 +184,14 @@ void check_outside_workspace(const char* name, const Tensor& tensor,
 }
 
 void check_outside_workspace(const char* name, const Tensor& tensor,
-                             const cake::WorkspaceView& workspace) {
+                             const one_sided::WorkspaceView& workspace) {
   check_outside_workspace(name, tensor, rows_of(workspace));
 }
 
-bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace) {
+bool is_combine_input(const Tensor& rows, const one_sided::WorkspaceView& workspace) {
   const WorkspaceLayout layout = WorkspaceLayout::of(workspace.geometry);
   const uint8_t* begin = workspace.segment(workspace.ep_rank) + layout.combine_rows.offset;
-  const uint64_t bytes = static_cast<uint64_t>(workspace.geometry.max_rows()) *
-                         row_pitch(workspace.geometry.combine_bytes_per_token);
+  const uint64_t bytes = WorkspaceLayout::combine_rows_bytes(workspace.geometry);
   if (!overlaps(rows, begin, begin + bytes)) return false;
   const auto element = static_cast<int64_t>(rows.element_size());
   const auto pitch = static_cast<int64_t>(row_pitch(rows.size(1) * element));

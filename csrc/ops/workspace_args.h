@@ -8,9 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "cake/params.h"
-#include "cake/segment.h"
+#include "core/payload_placement.h"
 #include "core/workspace_layout.h"
+#include "one_sided/params.h"
+#include "one_sided/segment.h"
 
 namespace moe_ep::ops {
 
@@ -33,8 +34,9 @@ struct WorkspaceRows {
 // Checks type and shape of `[ep_size, segment_bytes]`; not yet whether it was initialised.
 WorkspaceRows workspace_rows(const Tensor& workspace, int64_t ep_size, int64_t segment_bytes,
                              int64_t ep_rank);
-cake::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry,
-                                   int64_t ep_rank);
+WorkspaceRows rows_of(const one_sided::WorkspaceView& workspace);
+one_sided::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry,
+                                        int64_t ep_rank);
 
 // Raises unless the tensor is where the workspace is.
 void check_device(const char* name, const Tensor& tensor, const Tensor& workspace);
@@ -44,7 +46,7 @@ void check_device(const char* name, const Tensor& tensor, const Tensor& workspac
 // a copy is always a mistake, since they go on writing into the original.
 // fingerprint: of the geometry that the call is for.
 ControlBlock& initialised_control(const WorkspaceRows& workspace, uint64_t fingerprint);
-ControlBlock& initialised_control(const cake::WorkspaceView& workspace);
+ControlBlock& initialised_control(const one_sided::WorkspaceView& workspace);
 
 // The same, of a control block that lies elsewhere; `self_address` is not looked at.
 void check_initialised(const ControlBlock& control, uint64_t fingerprint);
@@ -78,10 +80,10 @@ bool overlaps(const Tensor& tensor, const uint8_t* begin, const uint8_t* end);
 void check_outside_workspace(const char* name, const Tensor& tensor,
                              const WorkspaceRows& workspace);
 void check_outside_workspace(const char* name, const Tensor& tensor,
-                             const cake::WorkspaceView& workspace);
+                             const one_sided::WorkspaceView& workspace);
 // Whether `rows` [n, columns] are the workspace's own combine rows, in place already. Raises where
 // they only overlap them.
-bool is_combine_input(const Tensor& rows, const cake::WorkspaceView& workspace);
+bool is_combine_input(const Tensor& rows, const one_sided::WorkspaceView& workspace);
 
 // What ends the waits of this process early, or null.
 InterruptCheck current_interrupt_check();

@@ -1,25 +1,26 @@
-"""How does cake fill the contract? A workspace in shared memory, and two ops a round."""
+"""How does cake fill the contract? With rounds of the one-sided transport, and bulk copies."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ep import _native, shared_gpus
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.cake import received
 from moe_ep.cake.config import CakeAlltoAllConfig
-from moe_ep.cake.places import geometry_of, join_workspace, reason_against
-from moe_ep.captures import refuse_foreign_capture
+from moe_ep.cake.kernels import KERNELS
+from moe_ep.cake.places import geometry_of, reason_against
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError
+from moe_ep.one_sided.exchange import OneSidedExchange
+from moe_ep.one_sided.places import join_workspace
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
-from moe_ep.tensors import dense_rows, fill_with_sums
 
 
 @register_communication("cake", preference=10)
@@ -90,18 +91,23 @@ class CakeAlltoAll(MoEEpCommunication):
             eplb_stats_num_experts=config.eplb_stats_num_experts,
         )
         shared_gpus.warn_of_overlapping_shares(self._gpu_shares, self.ep_rank)
-        self._rank_mask_enabled = config.enable_rank_mask
-        self._rank_mask_words = _native.rank_mask_words(self.ep_size)
-        self._timeout_sec = config.timeout_sec
-        self._enable_pdl = config.enable_pdl is not False
-        self._low_precision = config.use_low_precision_combine
-        self._has_gradients &= not self._low_precision
+        self._has_gradients &= not config.use_low_precision_combine
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
-        self._layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
-        self._geometry: list[int] = self._layout.fields()
+        layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
         with self._on_stream():
-            self._enter(join_workspace(bootstrap, self._comm, config, self._layout))
-        self._workspace: Tensor = self._shared.tensor
+            self._enter(
+                join_workspace(
+                    KERNELS,
+                    bootstrap,
+                    self._comm,
+                    config,
+                    layout,
+                    enable_rank_mask=config.enable_rank_mask,
+                )
+            )
+        self._exchange = OneSidedExchange(
+            KERNELS.ops, bootstrap, params, config, layout, self._shared.tensor
+        )
 
     def dispatch(
         self,
@@ -122,11 +128,10 @@ class CakeAlltoAll(MoEEpCommunication):
             on `device`: then it is read when the kernel runs, also in a captured graph. Tokens to
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
             ranks are active. Mask a rank only once it is dead or has returned from its last
-            combine: nobody waits until it has read what it still needs. It cannot come back into
-            this object, nor into those that share its workspace.
+            combine: nobody waits until it has read what it still needs. To have it back, call
+            `reinitialize` on it and on the others, before its bit is set again.
         """
-        self._check_rank_mask(active_rank_mask)
-        self._refuse_foreign_capture("dispatch")
+        self._exchange.check_call("dispatch", active_rank_mask)
         return self._run_dispatch(
             hidden_states,
             topk_ids,
@@ -148,117 +153,26 @@ class CakeAlltoAll(MoEEpCommunication):
 
         active_rank_mask: the mask that dispatch got.
         """
-        self._check_rank_mask(active_rank_mask)
-        self._refuse_foreign_capture("combine")
+        self._exchange.check_call("combine", active_rank_mask)
         return self._run_combine(expert_output, output=output, active_rank_mask=active_rank_mask)
-
-    def _refuse_foreign_capture(self, call: str) -> None:
-        refuse_foreign_capture(call, self.device, self._bootstrap.stream, self._on_stream)
-
-    def _check_rank_mask(self, mask: Tensor | None) -> None:
-        """Check what the host can see of a mask; the op checks its bits."""
-        if mask is None:
-            return
-        check_type("active_rank_mask", mask, Tensor)
-        if not self._rank_mask_enabled:
-            raise MoEEpConfigError(
-                "active_rank_mask needs a communication created with enable_rank_mask=True."
-            )
-        if mask.dtype != torch.uint64:
-            raise TypeError(f"active_rank_mask must be torch.uint64, got {mask.dtype}.")
-        if tuple(mask.shape) != (self._rank_mask_words,):
-            raise MoEEpConfigError(
-                f"active_rank_mask must have shape [{self._rank_mask_words}] for {self.ep_size} "
-                f"ranks, got {list(mask.shape)}."
-            )
-        if mask.device.type != "cpu" and mask.device != self.device:
-            places = "cpu" if self.device.type == "cpu" else f"cpu or {self.device}"
-            raise MoEEpConfigError(f"active_rank_mask must be on {places}, got {mask.device}.")
 
     def _dispatch(
         self,
         hidden_states: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor | None,
-        *,
-        hidden_states_scale: Tensor | None,
-        tokens_per_rank: int,
-        eplb_local_stats: Tensor | None,
-        active_rank_mask: Tensor | None,
+        **options: Any,
     ) -> MoEEpDispatchResult:
-        payloads = [dense_rows(hidden_states)]
-        if hidden_states_scale is not None:
-            payloads.append(dense_rows(hidden_states_scale))
-        stats, mask = eplb_local_stats, active_rank_mask
-        with self._on_stream():
-            got = received.run_dispatch(
-                self._workspace,
-                self._layout,
-                self._geometry,
-                self.ep_rank,
-                topk_ids.contiguous(),
-                None if topk_weights is None else topk_weights.contiguous(),
-                payloads,
-                eplb_local_stats=None if stats is None else stats.contiguous(),
-                active_rank_mask=None if mask is None else mask.contiguous(),
-                invalid_expert_id=self.params.invalid_expert_id,
-                tokens_per_rank=tokens_per_rank,
-                timeout_sec=self._timeout_sec,
-                enable_pdl=self._enable_pdl,
-            )
-        return MoEEpDispatchResult(
-            hidden_states=got.payloads[0],
-            topk_ids=got.topk_ids,
-            topk_weights=got.topk_weights,
-            tokens_per_rank=tokens_per_rank,
-            hidden_states_scale=got.payloads[1] if len(payloads) > 1 else None,
-            eplb_gathered_stats=got.eplb_gathered_stats,
-            recv_token_counts=got.recv_token_counts,
-        )
+        return self._exchange.dispatch(hidden_states, topk_ids, topk_weights, **options)
 
-    def _combine(
-        self,
-        expert_output: Tensor,
-        *,
-        num_tokens: int,
-        tokens_per_rank: int,
-        output: Tensor | None,
-        active_rank_mask: Tensor | None,
-    ) -> Tensor:
-        with self._on_stream():
-            rows = dense_rows(expert_output)
-            mask = None if active_rank_mask is None else active_rank_mask.contiguous()
-            where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
-            if output is not None:
-
-                def combine_into(sums: Tensor) -> None:
-                    how = (self._timeout_sec, sums, self._enable_pdl, self._low_precision)
-                    torch.ops.moe_ep.cake_combine_out(*where, tokens_per_rank, *how)
-
-                fill_with_sums(output, combine_into)
-                return output
-            what = (num_tokens, tokens_per_rank, rows.shape[1], rows.dtype)
-            how = (self._timeout_sec, self._enable_pdl, self._low_precision)
-            combined: Tensor = torch.ops.moe_ep.cake_combine(*where, *what, *how)
-            return combined
+    def _combine(self, expert_output: Tensor, **options: Any) -> Tensor:
+        return self._exchange.combine(expert_output, **options)
 
     def _check(self) -> None:
-        with self._on_stream():
-            torch.ops.moe_ep.cake_check(self._workspace, self._geometry, self.ep_rank)
+        self._exchange.check()
 
     def _combine_input_buffer(self) -> Tensor | None:
-        if self._low_precision:
-            return None  # rows are quantised on their way into the workspace
-        return received.combine_input_buffer(
-            self._workspace,
-            self._layout,
-            self.ep_rank,
-            self._tokens_per_rank,
-            self.params.hidden_size,
-            self.params.token_dtype,
-        )
+        return self._exchange.combine_input_buffer(self._tokens_per_rank)
 
     def _destroy(self) -> None:
-        # The memory goes with the last object of the workspace, which waits for own rounds only:
-        # peers keep their mappings of it until they destroy.
-        del self._workspace
+        self._exchange.let_go()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from moe_ep.config import CommunicationConfig, require_int_in_range
-
-_MAX_EXTRA_BYTES = 1 << 20
+from moe_ep.config import CommunicationConfig
+from moe_ep.one_sided.settings import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +37,4 @@ class CakeAlltoAllConfig(CommunicationConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_int_in_range(
-            "extra_payload_bytes_per_token", self.extra_payload_bytes_per_token, 0, _MAX_EXTRA_BYTES
-        )
-        require_int_in_range("eplb_stats_num_experts", self.eplb_stats_num_experts, 0, 2**31 - 1)
-        for name in ("enable_rank_mask", "use_low_precision_combine"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be a bool, got {value!r}.")
-        if not isinstance(self.enable_pdl, bool | None):
-            raise TypeError(f"enable_pdl must be a bool or None, got {self.enable_pdl!r}.")
+        check_settings(self)

@@ -1,19 +1,14 @@
-"""Where can cake run, what sizes its workspace there, and which one does it get?"""
+"""Where can cake run, and what sizes its workspace there?"""
 
 from __future__ import annotations
 
 import torch
 
-from moe_ep import _native, cuda_support
+from moe_ep import cuda_support
 from moe_ep._native import Geometry
-from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.cake import kernels
 from moe_ep.cake.config import CakeAlltoAllConfig
-from moe_ep.collectives import CommBackend
-from moe_ep.errors import MoEEpConfigError
-from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
-from moe_ep.workspace_sharing import join_memory
-from moe_ep.workspaces import Workspace
+from moe_ep.one_sided import places
+from moe_ep.params import MoEEpCommParams
 
 _MIN_CAPABILITY = (9, 0)
 """Of CUDA devices: the first with bulk copies between shared and global memory."""
@@ -24,7 +19,7 @@ def reason_against(device: torch.device | None) -> str | None:
 
     device: None asks whether any would do.
     """
-    return cuda_support.reason_against("cake", device, _MIN_CAPABILITY)
+    return cuda_support.reason_against("cake", _MIN_CAPABILITY, device)
 
 
 def geometry_of(
@@ -35,49 +30,6 @@ def geometry_of(
     *,
     spans_gpus: bool = True,
 ) -> Geometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
-
-    spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
-        ordered within one GPU only. The size does not depend on it.
-
-    Raises MoEEpConfigError where a size is past its limit.
-    """
-    sizes = (ep_size, params.top_k, params.max_tokens_per_rank)
-    try:
-        return Geometry(
-            ep_size=ep_size,
-            num_experts=params.num_experts,
-            top_k=params.top_k,
-            max_tokens_per_rank=params.max_tokens_per_rank,
-            dispatch_bytes_per_token=params.dispatch_bytes_per_token
-            + config.extra_payload_bytes_per_token,
-            combine_bytes_per_token=_combine_bytes_per_token(params, config),
-            eplb_stats_num_experts=config.eplb_stats_num_experts,
-            low_latency_tokens=_native.low_latency_tokens(*sizes) if device.type == "cuda" else 0,
-            spans_gpus=int(spans_gpus),
-        )
-    except ValueError as error:
-        raise MoEEpConfigError(f"{error}.") from None
-
-
-def join_workspace(
-    bootstrap: BootstrapConfig, comm: CommBackend, config: CakeAlltoAllConfig, layout: Geometry
-) -> Workspace:
-    """Return the workspace of a communication, which others may have, too. Collective."""
-    apart = config.enable_rank_mask  # a rank that is masked off once is out of step for all objects
-    return join_memory(
-        bootstrap,
-        comm,
-        config,
-        layout,
-        apart,
-        initialize=kernels.initialize,
-        forget=kernels.forget,
-    )
-
-
-def _combine_bytes_per_token(params: MoEEpCommParams, config: CakeAlltoAllConfig) -> int:
-    """Return the bytes of an expert's row as it travels."""
-    if not config.use_low_precision_combine:
-        return params.combine_bytes_per_token
-    return row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes
+    """Return what sizes the workspace of a communication, as `moe_ep.one_sided.places` does."""
+    packets = places.PacketSteps.fastest(params, ep_size)
+    return places.geometry_of(params, ep_size, config, device, packets, spans_gpus=spans_gpus)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_ep import _native, shared_gpus
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.captures import refuse_foreign_capture
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
@@ -19,6 +18,7 @@ from moe_ep.nvlink_two_sided.places import geometry_of, join_workspace, reason_a
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
+from moe_ep.streams import refuse_foreign_capture
 from moe_ep.tensors import dense_rows, fill_with_sums
 
 
@@ -31,7 +31,8 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
     anonymous shared memory, and a call runs on the thread that makes it. A rank's
     `workspace_bytes` depend on the number of ranks and the device alone, not on
     `max_tokens_per_rank` or `hidden_size`: rows only pass through, and what dispatch returns are
-    ordinary tensors of the round, which stay valid as long as they are kept.
+    ordinary tensors of the round, which stay valid as long as they are kept. It takes no
+    `active_rank_mask`: a round needs all ranks.
 
     Objects of the same group, sizes, device and stream share one workspace and take turns, as those
     of CakeAlltoAll do.
@@ -99,7 +100,7 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
-        refuse_foreign_capture("dispatch", self.device, self._bootstrap.stream, self._on_stream)
+        refuse_foreign_capture("dispatch", self._bootstrap)
         with self._on_stream():
             fields = [
                 dense_rows(tensor)
@@ -158,7 +159,7 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         output: Tensor | None,
         active_rank_mask: Tensor | None,
     ) -> Tensor:
-        refuse_foreign_capture("combine", self.device, self._bootstrap.stream, self._on_stream)
+        refuse_foreign_capture("combine", self._bootstrap)
         with self._on_stream():
             rows = dense_rows(expert_output)
             where = (self._workspace, rows, self._send_tokens, self._geometry, self.ep_rank)

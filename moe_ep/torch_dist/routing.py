@@ -109,9 +109,9 @@ class WrongIdsOnDevice:
             return
         top_k = topk_ids.shape[1]
         place = is_wrong.flatten().int().argmax()
-        found = torch.stack(
-            [is_wrong.sum(), place // top_k, place % top_k, topk_ids.flatten()[place].long()]
-        )
+        # Not [place], which would bring the index to the host.
+        expert = topk_ids.flatten().index_select(0, place).squeeze(0).long()
+        found = torch.stack([is_wrong.sum(), place // top_k, place % top_k, expert])
         count = self._words[:1]
         first = torch.where(count > 0, self._words[1:], found[1:])
         self._words.copy_(torch.cat([count + found[:1], first]))

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpDispatchResult, create_communication
 from moe_ep.cake import kernels
-from tests.backends import ALL
+from tests.backends import ALL, one_sided_names
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 
@@ -126,19 +126,23 @@ def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks, backend
     assert ranks(2, compiled_equals_eager, **how, seconds=110) == [2, 2]
 
 
-def test_a_layer_whose_rows_travel_in_low_precision_compiles(ranks: RunOnRanks) -> None:
-    how = {"backend": "cake", "pattern": "elementwise x3", "tokens": [5]}
+@one_sided_names
+def test_a_layer_whose_rows_travel_in_low_precision_compiles(
+    ranks: RunOnRanks, backend: str
+) -> None:
+    how = {"backend": backend, "pattern": "elementwise x3", "tokens": [5]}
     how["use_low_precision_combine"] = True
     assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
 
 
-def a_clone_of_the_workspace(context: RankContext) -> str:
+def a_clone_of_the_workspace(context: RankContext, backend: str) -> str:
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
-    with create_communication(context.bootstrap(), params, "cake") as comm:
+    with create_communication(context.bootstrap(), params, backend) as comm:
         x, ids, _ = inputs(context.rank, 4)
-        what = (ids, None, [x], None, None, comm._geometry, comm.ep_rank, -1, CAPACITY, 20)
+        exchange = comm._exchange  # type: ignore[attr-defined]
+        what = (ids, None, [x], None, None, exchange.geometry, comm.ep_rank, -1, CAPACITY, 20)
         try:
-            torch.ops.moe_ep.cake_dispatch(comm._workspace.clone(), *what)
+            exchange.ops.dispatch(exchange.workspace.clone(), *what)
         except RuntimeError as exc:
             return str(exc)
         return "accepted"
@@ -166,8 +170,11 @@ def test_a_compiler_that_clones_the_workspace_gets_an_error(
         assert "this workspace tensor is a copy of the shared one" in said, said
 
 
-def test_a_clone_of_the_workspace_raises_and_names_the_pattern(ranks: RunOnRanks) -> None:
-    for said in ranks(2, a_clone_of_the_workspace):
+@one_sided_names
+def test_a_clone_of_the_workspace_raises_and_names_the_pattern(
+    ranks: RunOnRanks, backend: str
+) -> None:
+    for said in ranks(2, a_clone_of_the_workspace, backend=backend):
         assert "this workspace tensor is a copy of the shared one" in said, said
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep._native import FifoGeometry, Geometry
 from moe_ep.cake import CakeAlltoAll
+from moe_ep.ops import ONE_SIDED_BACKENDS
 
 TOKENS, TOP_K, HIDDEN, CAPACITY, STATS = 3, 2, 40, 4, 5
 GEOMETRY = Geometry(
@@ -36,7 +38,7 @@ DEVICES = [
 
 def workspace() -> Tensor:
     memory = torch.zeros(1, GEOMETRY.segment_bytes, dtype=torch.uint8)
-    OPS.cake_initialize(memory, FIELDS, 0)
+    OPS.one_sided_initialize(memory, FIELDS, 0)
     return memory
 
 
@@ -94,7 +96,7 @@ def dispatch_arguments(memory: Tensor) -> tuple[Any, ...]:
 
 def dispatched() -> Tensor:
     memory = workspace()
-    OPS.cake_dispatch(*dispatch_arguments(memory))
+    OPS.one_sided_dispatch(*dispatch_arguments(memory))
     return memory
 
 
@@ -104,21 +106,28 @@ def combine_arguments() -> tuple[Any, ...]:
     return (*where, TOKENS, CAPACITY, HIDDEN, torch.bfloat16, 1)
 
 
-CASES = {
-    "cake_initialize": lambda: (workspace(), FIELDS, 0),
-    "cake_dispatch": lambda: dispatch_arguments(workspace()),
-    "cake_dispatch_in_place": lambda: dispatch_arguments(workspace()),
-    "cake_received_rows": lambda: (dispatched(), FIELDS, 0, CAPACITY, ROW_BYTES, 1),
-    "cake_combine": combine_arguments,
-    "cake_combine_out": lambda: (
+ONE_SIDED_CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "initialize": lambda: (workspace(), FIELDS, 0),
+    "dispatch": lambda: dispatch_arguments(workspace()),
+    "dispatch_in_place": lambda: dispatch_arguments(workspace()),
+    "received_rows": lambda: (dispatched(), FIELDS, 0, CAPACITY, ROW_BYTES, 1),
+    "combine": combine_arguments,
+    "combine_out": lambda: (
         *combine_arguments()[:5],
         CAPACITY,
         1,
         torch.empty(TOKENS, HIDDEN).bfloat16(),
     ),
-    "cake_combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0, True, True),
-    "cake_check": lambda: (dispatched(), FIELDS, 0),
-    "cake_forget": lambda: (workspace(), FIELDS, 0),
+    "combine_quantized": lambda: (*combine_arguments(), 2, 1, 3.0, True, True),
+    "check": lambda: (dispatched(), FIELDS, 0),
+    "forget": lambda: (workspace(), FIELDS, 0),
+}
+CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    **{
+        f"{backend}_{op}": case
+        for backend in ONE_SIDED_BACKENDS
+        for op, case in ONE_SIDED_CASES.items()
+    },
     "two_sided_initialize": lambda: (fifos(), FIFOS.fields(), 0),
     "two_sided_prepare": lambda: prepare_arguments(fifos()),
     "two_sided_alltoallv": alltoallv_arguments,

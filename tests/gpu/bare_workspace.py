@@ -9,37 +9,39 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, MoEEpDispatchResult
-from moe_ep.cake import kernels
+from moe_ep._native import Geometry
 from moe_ep.collectives import TorchDistributedComm
 from moe_ep.symmetric_memory import SymmetricMemory
+from tests.backends import named
 from tests.gpu.device_rounds import Received, Tokens, partial_rows
 from tests.ranks import RankContext
 from tests.ranks.devices import TIMEOUT_SECONDS
 
 
 class BareWorkspace:
-    """The memory of a group, and one rank's part of what `moe_ep.cake.kernels` does with it."""
+    """The memory of a group, and one rank's part of what a backend's `kernels` do with it."""
 
-    def __init__(self, context: RankContext, memory: SymmetricMemory) -> None:
+    def __init__(self, context: RankContext, backend: str, memory: SymmetricMemory) -> None:
+        self._kernels = named(backend).kernels
         self._context = context
         self._memory = memory
-        self._geometry: kernels.Geometry | None = None
+        self._geometry: Geometry | None = None
 
     @property
     def device(self) -> torch.device:
         return self._memory.device
 
-    def start(self, geometry: kernels.Geometry) -> None:
+    def start(self, geometry: Geometry) -> None:
         """Initialise it for rounds of a geometry. Collective, between rounds."""
         self.settle()
-        kernels.initialize(self._memory.workspace, geometry, self._context.rank)
+        self._kernels.initialize(self._memory.workspace, geometry, self._context.rank)
         self._geometry = geometry
         self._context.barrier()  # nobody may signal before everybody has initialised
 
     def settle(self) -> None:
         """Return when all rounds of all ranks are over; raise what this rank's have recorded."""
         if self._geometry is not None:
-            kernels.check(self._memory.workspace, self._geometry, self._context.rank)
+            self._kernels.check(self._memory.workspace, self._geometry, self._context.rank)
         self._context.barrier()
 
     def play(
@@ -54,7 +56,7 @@ class BareWorkspace:
         """Play a round; return copies of what came, the sums, and the statistics."""
         assert self._geometry is not None
         where = (self._memory.workspace, self._geometry, self._context.rank)
-        got = kernels.dispatch(
+        got = self._kernels.dispatch(
             *where,
             mine.topk_ids,
             [mine.hidden_states],
@@ -79,27 +81,31 @@ class BareWorkspace:
         partial = partial_rows(params, self._context.size, self._context.rank, received)
         if zero_copy:
             row = (params.hidden_size, params.token_dtype)
-            partial = kernels.combine_input_buffer(*where, tokens_per_rank, *row).copy_(partial)
-        combined = kernels.combine(*where, partial, len(mine.topk_ids), timeout_sec=TIMEOUT_SECONDS)
+            buffer = self._kernels.combine_input_buffer(*where, tokens_per_rank, *row)
+            partial = buffer.copy_(partial)
+        num_tokens = len(mine.topk_ids)
+        combined = self._kernels.combine(*where, partial, num_tokens, timeout_sec=TIMEOUT_SECONDS)
         assert isinstance(combined, Tensor)
         return received, combined, stats
 
     def forget(self) -> None:
         """Let go of what the process keeps about it."""
         if self._geometry is not None:
-            kernels.forget(self._memory.workspace, self._geometry, self._context.rank)
+            self._kernels.forget(self._memory.workspace, self._geometry, self._context.rank)
             self._geometry = None
 
 
 @contextmanager
-def bare_workspace(context: RankContext, segment_bytes: int) -> Iterator[BareWorkspace]:
+def bare_workspace(
+    context: RankContext, backend: str, segment_bytes: int
+) -> Iterator[BareWorkspace]:
     """Memory of `segment_bytes` on each rank; enough for any geometry that needs no more.
     Collective.
     """
     assert context.group is not None
     comm = TorchDistributedComm(context.group)
     memory = SymmetricMemory.allocate(comm, segment_bytes, torch.device(context.device))
-    workspace = BareWorkspace(context, memory)
+    workspace = BareWorkspace(context, backend, memory)
     try:
         yield workspace
     finally:

@@ -1,6 +1,6 @@
-"""Do cake's kernels pass compute-sanitizer? Plays a few rounds under it and fails on any report.
+"""Do the one-sided kernels pass compute-sanitizer? Plays a few rounds under it; any report fails.
 
-    python -m tests.gpu.sanitize [--tools memcheck racecheck synccheck]
+    python -m tests.gpu.sanitize [--tools memcheck racecheck synccheck] [--backends cake]
 
 Two ranks, each under a tool of its own, on two GPUs where there are two. On one GPU they take turns
 instead of sharing it by MPS, of which NVIDIA says that memcheck works there, and no more. What the
@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,8 @@ CASES = (
     (MoEEpCommParams(10, 3, 160, 200), True),
 )
 COUNTS = ((3, 1), (40, 33), (160, 97))
+# With all small steps as packets, there and back.
+BACKENDS: dict[str, dict[str, Any]] = {"cake": {}, "nvlink_one_sided": {"lamport": True}}
 PLAYED = "all rounds are exact"
 _SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 
@@ -148,11 +151,12 @@ def _status_of(process: subprocess.Popen[bytes], deadline: float) -> int | None:
         process.wait()
 
 
-def sanitize(sanitizer: str, tool: str) -> str | None:
-    """Return what is wrong under one tool, or None."""
-    print(f"=== {tool}", flush=True)
+def sanitize(sanitizer: str, tool: str, backend: str) -> str | None:
+    """Return what is wrong with a backend under one tool, or None."""
+    print(f"=== {tool} of {backend}", flush=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [["--rank", str(rank), "--port", str(store.port)] for rank in range(SIZE)]
+    where = ["--port", str(store.port), "--backends", backend]
+    ranks = [["--rank", str(rank), *where] for rank in range(SIZE)]
     problems = []
     for rank, (output, status) in enumerate(run_under(sanitizer, tool, ranks)):
         print(f"--- rank {rank}\n{output}", flush=True)
@@ -180,7 +184,7 @@ def rounds_of(params: MoEEpCommParams) -> list[Round]:
     ]
 
 
-def play_rank(rank: int, port: int) -> None:
+def play_rank(rank: int, port: int, backend: str) -> None:
     """Play a rank's part, and compare what came with the oracle. port: of the ranks' store."""
     faulthandler.dump_traceback_later(SECONDS - 10, exit=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -190,7 +194,7 @@ def play_rank(rank: int, port: int) -> None:
     for params, low_precision in CASES:
         rounds = rounds_of(params)
         options = {"timeout_sec": WAIT_SECONDS, "use_low_precision_combine": low_precision}
-        played = play(context, "cake", params, rounds, options)
+        played = play(context, backend, params, rounds, {**options, **BACKENDS[backend]})
         for one, got in zip(rounds, played, strict=True):
             of_ranks = [got if r == rank else None for r in range(SIZE)]
             check(params, one, of_ranks, low_precision=low_precision)
@@ -239,6 +243,7 @@ def main() -> None:
         default=list(TOOLS),
         help="of compute-sanitizer",
     )
+    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--overrun", action="store_true", help=argparse.SUPPRESS)
@@ -247,7 +252,7 @@ def main() -> None:
         overrun()
         return
     if options.rank is not None:
-        play_rank(options.rank, options.port)
+        play_rank(options.rank, options.port, *options.backends)
         return
     sanitizer = find_sanitizer()
     reason = reason_to_skip(sanitizer)
@@ -256,7 +261,9 @@ def main() -> None:
         return
     subprocess.run([sanitizer, "--version"], check=False)
     problems = {"the tool": blindness(sanitizer)}
-    problems |= {tool: sanitize(sanitizer, tool) for tool in options.tools}
+    for backend in options.backends:
+        for tool in options.tools:
+            problems[f"{tool} of {backend}"] = sanitize(sanitizer, tool, backend)
     for tool, problem in problems.items():
         print(f"{tool}: {problem or 'no reports'}")
     sys.exit(any(problem is not None for problem in problems.values()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, _native
-from moe_ep.cake.kernels import Geometry
+from moe_ep._native import Geometry
 from tests.backends import USUAL, Backend, on_each
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
@@ -61,7 +61,7 @@ def test_steps_without_a_token_bring_statistics_between_steps_of_any_size(
     check_all(params, rounds, played)
 
 
-def play_bare(context: RankContext, low_latency_tokens: int) -> list[list[Tensor]]:
+def play_bare(context: RankContext, backend: str, low_latency_tokens: int) -> list[list[Tensor]]:
     """Body: rounds with and without tokens; return the statistics that came in each."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
     params = MoEEpCommParams(24, TOP_K, 40, 72)
@@ -77,7 +77,7 @@ def play_bare(context: RankContext, low_latency_tokens: int) -> list[list[Tensor
     )
     verdict = Verdict(params, size, rank, len(BARE_CAPACITIES), device)
     gathered = []
-    with bare_workspace(context, geometry.segment_bytes) as workspace:
+    with bare_workspace(context, backend, geometry.segment_bytes) as workspace:
         workspace.start(geometry)
         for index, most in enumerate(BARE_CAPACITIES):
             sent = [tokens_of(params, index, source, most, device) for source in range(size)]
@@ -100,14 +100,21 @@ def play_bare(context: RankContext, low_latency_tokens: int) -> list[list[Tensor
 BARE_CAPACITIES = (0, 3, 0, 0, 40, 0, 9)
 
 
-@on_each(having="zero_copy", devices=USUAL)
+@on_each(having="one_sided", devices=USUAL)
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("low_latency_tokens", [0, 1, 8])
 def test_statistics_travel_whether_or_not_few_tokens_have_a_way_of_their_own(
     ranks: RunOnRanks, backend: Backend, device: str, size: int, low_latency_tokens: int
 ) -> None:
     for rank, gathered in enumerate(
-        ranks(size, play_bare, device=device, low_latency_tokens=low_latency_tokens, seconds=60)
+        ranks(
+            size,
+            play_bare,
+            device=device,
+            backend=backend.name,
+            low_latency_tokens=low_latency_tokens,
+            seconds=60,
+        )
     ):
         assert len(gathered) == len(BARE_CAPACITIES)
         for index, stats in enumerate(gathered):

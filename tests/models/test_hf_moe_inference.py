@@ -60,7 +60,7 @@ def run_small_model(*, backend: str, ranks: int, device: str, cache: Path) -> st
 @pytest.mark.multirank
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "torch_dist"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_expert_parallel_model_gives_the_logits_of_one_process(
     backend: str, ranks: int, model_cache: Path
@@ -77,7 +77,7 @@ def test_expert_parallel_model_gives_the_logits_of_one_process(
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "torch_dist"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_expert_parallel_model_on_gpus_gives_the_logits_of_one_process(
     backend: str, ranks: int, model_cache: Path

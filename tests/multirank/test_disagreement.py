@@ -85,6 +85,19 @@ def test_ranks_that_expect_different_statistics_all_get_every_ranks_values(
     expect_all_see_the_odd_one(ranks, backend, device, name, odd_one, 0, 4)
 
 
+@on_each(having="lamport")
+@pytest.mark.parametrize(
+    ("name", "usual", "odd"),
+    [("lamport", None, True), ("lamport", True, False), ("lamport_max_tokens", None, 7)],
+)
+@pytest.mark.parametrize("odd_one", [0, 2])
+@few_on_gpus(odd_one=[2])
+def test_ranks_that_expect_other_steps_as_packets_all_get_every_ranks_values(
+    ranks: RunOnRanks, backend: Backend, device: str, odd_one: int, name: str, usual: Any, odd: Any
+) -> None:
+    expect_all_see_the_odd_one(ranks, backend, device, name, odd_one, usual, odd)
+
+
 def expect_all_see_the_odd_one(
     ranks: RunOnRanks, backend: Backend, device: str, name: str, odd_one: int, usual: Any, odd: Any
 ) -> None:

@@ -4,15 +4,17 @@ told that something is. (tests/gpu/test_torch_dist_nccl.py captures.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep import (
     MoEEpCommParams,
+    MoEEpCommunication,
     MoEEpInputError,
     MoEEpStateError,
     QuantFormat,
@@ -26,6 +28,19 @@ from tests.rounds import Played, Round, check_all, create, ids_of, play_round, r
 pytestmark = pytest.mark.multirank
 
 
+class ValuesOfNoTensor(TorchDispatchMode):
+    """Raises where the host would wait for a value or a size: a capture on CUDA forbids it."""
+
+    LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item")
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func).split(".")[1]
+        assert name.removesuffix("_") not in self.LOOKS, f"{func} looks at a tensor's values"
+        return func(*args, **(kwargs or {}))
+
+
 class AsIfCaptured(TorchDistAlltoAll):
     """Within `capture`, the host takes part in nothing."""
 
@@ -33,6 +48,23 @@ class AsIfCaptured(TorchDistAlltoAll):
 
     def _is_captured(self) -> bool:
         return self.captures
+
+
+def as_if_captured(communication: MoEEpCommunication) -> AsIfCaptured:
+    """Make it one, whose rounds without the host raise where they look at a tensor's values."""
+    communication.__class__ = AsIfCaptured
+    assert isinstance(communication, AsIfCaptured)
+    for name in ("dispatch", "combine"):
+        setattr(communication._captured, name, blind(getattr(communication._captured, name)))
+    return communication
+
+
+def blind(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        with ValuesOfNoTensor():
+            return call(*args)
+
+    return called
 
 
 def play_in_fixed_blocks(
@@ -43,8 +75,7 @@ def play_in_fixed_blocks(
 ) -> list[Played]:
     """Body: each round eagerly, then without the host. Returns what came of the latter."""
     with create(context, params, "torch_dist", **(options or {})) as communication:
-        communication.__class__ = AsIfCaptured
-        assert isinstance(communication, AsIfCaptured)
+        communication = as_if_captured(communication)
         played = []
         for one in rounds:
             for communication.captures in (False, True):
@@ -90,8 +121,7 @@ def capture_what_was_not_played(context: RankContext) -> list[Problem | None]:
     params = MoEEpCommParams(4, 2, 8, 16)
     rows, ids = torch.ones(2, 16).bfloat16(), ids_of([[0, 3], [1, 2]], 2)
     with create(context, params, "torch_dist") as communication:
-        communication.__class__ = AsIfCaptured
-        assert isinstance(communication, AsIfCaptured)
+        communication = as_if_captured(communication)
         communication.combine(communication.dispatch(rows, ids).hidden_states)
         communication.captures = True
         weights = torch.ones(2, 2)
@@ -115,8 +145,7 @@ def pass_wrong_ids(context: RankContext) -> list[Problem | None]:
     params = MoEEpCommParams(4, 2, 8, 16)
     rows = rows_of([1, 2], 16)
     with create(context, params, "torch_dist") as communication:
-        communication.__class__ = AsIfCaptured
-        assert isinstance(communication, AsIfCaptured)
+        communication = as_if_captured(communication)
         good = ids_of([[0, 3], [1, 2]], 2)
         communication.combine(communication.dispatch(rows, good).hidden_states)
         communication.captures = True

@@ -157,10 +157,13 @@ def test_large_steps_between_small_ones_are_exact(
 
 @on_each(having="low_precision", devices=SHARED_GPUS)
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("size", "hidden_size", "most"), [(2, 7168, 1024), (4, 2880, 512), (2, 17001, 256)]
+)
 def test_large_steps_in_low_precision_are_exact(
-    ranks: RunOnRanks, backend: Backend, device: str
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, hidden_size: int, most: int
 ) -> None:
-    play_large_steps(ranks, backend, device, 2, 7168, 1024, low_precision=True)
+    play_large_steps(ranks, backend, device, size, hidden_size, most, low_precision=True)
 
 
 def play_large_steps(

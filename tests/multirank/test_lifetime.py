@@ -20,7 +20,7 @@ from moe_ep import (
     MoEEpPlatformError,
     create_communication,
 )
-from tests.backends import Backend, every_backend
+from tests.backends import Backend, every_backend, one_sided_names
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
 from tests.multirank.test_soak import open_descriptors, resident_bytes
@@ -199,12 +199,13 @@ def run_out_on_one_rank(
 
 @pytest.mark.parametrize("shortage", [no_more_descriptors, no_more_memory, files_may_not_grow])
 @pytest.mark.parametrize("failing", [0, 1])
+@one_sided_names
 def test_a_shortage_on_one_rank_raises_on_all_and_leaves_nothing(
-    ranks: RunOnRanks, shortage: Callable[[], Any], failing: int
+    ranks: RunOnRanks, backend: str, shortage: Callable[[], Any], failing: int
 ) -> None:
     one = random_round(PARAMS, (5, 0, 9), seed=2)
     results = ranks(
-        3, run_out_on_one_rank, backend="cake", failing=failing, shortage=shortage, one=one
+        3, run_out_on_one_rank, backend=backend, failing=failing, shortage=shortage, one=one
     )
     for problem, descriptors, maps, _ in results:
         assert problem is not None
@@ -329,7 +330,8 @@ def test_destroy_may_happen_at_different_times(
     ]
 
 
-def test_no_file_of_a_workspace_is_left_in_the_file_system(ranks: RunOnRanks) -> None:
+@one_sided_names
+def test_no_file_of_a_workspace_is_left_in_the_file_system(ranks: RunOnRanks, backend: str) -> None:
     before = set(os.listdir("/dev/shm"))
-    ranks(2, live_through_cycles, backend="cake", cycles=2)
+    ranks(2, live_through_cycles, backend=backend, cycles=2)
     assert set(os.listdir("/dev/shm")) <= before

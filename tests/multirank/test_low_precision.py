@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import CakeAlltoAll, CakeAlltoAllConfig, MoEEpCommParams, MoEEpConfigError, QuantFormat
-from moe_ep.cake import kernels
+from moe_ep import MoEEpCommParams, MoEEpConfigError, QuantFormat
 from moe_ep.quantization import BLOCK_FORMATS, ScaleLayout, quantize_rows
 from moe_ep.reference import evaluate_experts, reference_combine, reference_dispatch
-from tests.backends import Backend, on_each
+from tests.backends import Backend, named, on_each
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
@@ -69,7 +68,7 @@ def quantised_sums(
     """Body: a round whose sums are quantised; the experts' rows are parts of wider ones."""
     rank = context.rank
     with create(context, params, backend, **options) as communication:
-        assert isinstance(communication, CakeAlltoAll)
+        exchange, kernels = communication._exchange, named(backend).kernels  # type: ignore[attr-defined]
         ids, rows = (
             given[rank].to(communication.device) for given in (one.topk_ids, one.hidden_states)
         )
@@ -77,15 +76,15 @@ def quantised_sums(
         wide = torch.full((len(partial[rank]), params.hidden_size + 3), float("nan"))
         wide[:, : params.hidden_size] = partial[rank]
         pair = kernels.combine(
-            communication._workspace,
-            communication._layout,
+            exchange.workspace,
+            exchange.layout,
             rank,
             wide.to(communication.device, params.token_dtype)[:, : params.hidden_size],
             len(ids),
             **how,
             **options,
         )
-        kernels.check(communication._workspace, communication._layout, rank)
+        kernels.check(exchange.workspace, exchange.layout, rank)
         assert isinstance(pair, tuple)
         return pair[0].cpu(), pair[1].cpu()
 
@@ -152,7 +151,7 @@ def sizes_and_buffer(context: RankContext, backend: str) -> tuple[int, int, bool
         estimated = communication.estimate_workspace_bytes(
             PARAMS,
             context.size,
-            CakeAlltoAllConfig(use_low_precision_combine=True),
+            communication.config,
             device=communication.device,
         )
         one = random_round(PARAMS, (2, 2), seed=1)

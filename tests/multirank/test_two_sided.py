@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -83,14 +84,14 @@ def lose_a_peer(context: RankContext, budget: int, victim: int, after: float) ->
 
 @pytest.mark.parametrize("seconds", [0.31, 0.402, 0.525])
 def test_a_peer_that_dies_at_any_place_is_named_in_time(ranks: RunOnRanks, seconds: float) -> None:
-    budget = 2
+    budget = 30  # it is not the deadline that tells
     outcomes = ranks(3, lose_a_peer, dedicated=True, budget=budget, victim=1, after=seconds)
     survivors = [outcomes[rank] for rank in (0, 2)]
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in survivors:
         assert outcome.error is None, outcome.error
         assert outcome.exit_code == 0
-        assert outcome.value[1] <= budget + 2
-    # One survivor may have been told that the round goes on, and then wait for the other one, who
-    # was not: it names that one.
-    assert any("for rank 1" in outcome.value[0] for outcome in survivors)
+        # Also one who was told that the round goes on, and then waits for the other one.
+        error = outcome.value[0]
+        assert re.search(r"rank 1\b.*, whose process has ended\.", error), error
+        assert outcome.value[1] <= 1

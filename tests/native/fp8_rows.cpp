@@ -1,7 +1,7 @@
 // Do cake's vectorised functions on FP8 rows do what core/scaled_fp8.h says, element by element?
 // All row types, sizes around the vector width and the scale's block, random bit patterns (with few
 // infinities and NaNs, which take their whole block with them).
-#include "cake/fp8_rows.h"
+#include "one_sided/fp8_rows.h"
 
 #include <cstdint>
 #include <cstdio>
@@ -12,9 +12,13 @@
 #include "core/float_formats.h"
 
 using namespace moe_ep;
-using namespace moe_ep::cake;
+using namespace moe_ep::one_sided;
 
 namespace {
+
+// Rows, and their scales, begin on cache lines where that costs no line more.
+static_assert(Fp8Row::of(7168).pitch == 7424 && Fp8Row::of(7168).scales_offset == 7168);
+static_assert(Fp8Row::of(200).pitch == 256 && Fp8Row::of(200).scales_offset == 248);
 
 using Row = std::vector<uint8_t>;
 

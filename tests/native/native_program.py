@@ -31,7 +31,7 @@ def build_threads(
 ) -> None:
     """Build `<transport>_<source>.cpp` under a sanitizer."""
     sources = [ROOT / f"tests/native/{transport}_{source}.cpp"]
-    for folder in (transport, "transport"):
+    for folder in (transport, "transport", "core"):
         sources += sorted((csrc / folder).glob("*.cpp"))
     build(program, sources, ["-O1", "-g", f"-fsanitize={sanitizer}"], csrc)
 

@@ -12,7 +12,7 @@ from tests.native.native_program import ROOT, build
 
 @pytest.mark.parametrize("optimise", ["-O0", "-O3", "-O3 -march=native"])
 @pytest.mark.parametrize(
-    "source", ["transport/reduce_rows.cpp", "cake/fp8_rows.cpp", "transport/copy_row.cpp"]
+    "source", ["transport/reduce_rows.cpp", "one_sided/fp8_rows.cpp", "transport/copy_row.cpp"]
 )
 def test_function_is_the_plain_one(tmp_path: Path, source: str, optimise: str) -> None:
     name = Path(source).stem

@@ -199,8 +199,29 @@ def experts(one: Training, rank: int, received: ReceivedRows, gate: Tensor) -> T
     is_local = (received.topk_ids >= first) & (received.topk_ids < first + count)
     if one.skips and not is_local.any():
         return torch.zeros_like(received.hidden_states, requires_grad=False)
-    factor = torch.where(is_local, weights * (received.topk_ids + 0.5), 0.0).sum(1, keepdim=True)
-    return received.hidden_states * gate * factor.to(gate.dtype)
+    parts = torch.where(is_local, weights * (received.topk_ids + 0.5), 0.0)
+    factor: Tensor = sum(parts.split(1, dim=1), torch.zeros_like(parts[:, :1]))
+    return _Scaled.apply(received.hidden_states, gate, factor.to(gate.dtype))
+
+
+class _Scaled(torch.autograd.Function):
+    """rows * gate * factor. Its sums go in one order on every device, unlike those of broadcasting.
+
+    rows: [n, hidden_size]. gate: [hidden_size]. factor: [n, 1].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gate: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, gate, factor)
+        return rows * gate * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        rows, gate, factor = ctx.saved_tensors
+        of_gate = sum((grad * factor * rows).unbind(0), torch.zeros_like(gate))
+        of_factor = sum((grad * gate * rows).split(1, dim=1), torch.zeros_like(factor))
+        return grad * gate * factor, of_gate, of_factor
 
 
 @dataclass(frozen=True)

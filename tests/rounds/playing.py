@@ -39,7 +39,7 @@ def create(
     """Create a rank's communication. On a GPU it soon gives a peer up that has failed: a test then
     ends by itself, and no rank is killed in a kernel.
     """
-    if context.device != CPU and backend == "cake":  # NCCL waits as long as its group says
+    if context.device != CPU and backend != "torch_dist":  # NCCL waits as long as its group says
         options = {"timeout_sec": TIMEOUT_SECONDS, **options}
     return create_communication(context.bootstrap(), params, backend, **options)
 

@@ -55,7 +55,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
 @pytest.mark.multirank
 def test_every_backend_and_memcpy_are_timed_in_one_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    backends = ["cake", "nvlink_two_sided", "torch_dist"]
+    backends = ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"]
     how = ["--routing", "balanced", "--iterations", "5", "--backends", ",".join(backends)]
     result = run_benchmark(*TINY, *how, "--json", str(out))
     assert result.returncode == 0, result.stderr
@@ -74,7 +74,8 @@ def test_every_backend_and_memcpy_are_timed_in_one_run(tmp_path: Path) -> None:
 def test_an_unknown_backend_is_refused_with_the_names_there_are() -> None:
     result = run_benchmark("--backends", "cake,pigeon")
     assert result.returncode == 2
-    assert "pigeon unknown; there are cake,nvlink_two_sided,torch_dist" in result.stderr
+    known = "cake,nvlink_one_sided,nvlink_two_sided,torch_dist"
+    assert f"pigeon unknown; there are {known}" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
@@ -95,8 +96,9 @@ def test_sizes_that_the_library_refuses_are_refused_before_ranks_start() -> None
 def test_settings_run_against_each_other_on_several_numbers_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--hidden-size", "40", "--tokens", "3", "--num-experts", "4", "--top-k", "2"]
+    backends = "cake,cake:copy:mask:stats,cake:fp8-dispatch:fp8-combine"
     result = run_benchmark(
-        *["--ranks", "1", "2", *sizes, "--backends", "cake,cake:copy:mask:stats,cake:fp8-combine"],
+        *["--ranks", "1", "2", *sizes, "--backends", backends],
         *["--iterations", "5", "--dispatch-format", "mxfp8", "--json", str(out)],
     )
     assert result.returncode == 0, result.stderr

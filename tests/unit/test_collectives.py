@@ -1,11 +1,19 @@
 """Do all ranks go on together, or all raise with every rank's reason?"""
 
 import threading
+import weakref
 
 import pytest
 
 from moe_ep import MoEEpConfigError, MoEEpPlatformError, MoEEpTimeoutError
-from moe_ep.collectives import CommBackend, SingleRankComm, agree, as_comm_backend, by_rank
+from moe_ep.collectives import (
+    CommBackend,
+    SingleRankComm,
+    agree,
+    as_comm_backend,
+    attempt,
+    by_rank,
+)
 
 
 class ThreadComm:
@@ -139,3 +147,29 @@ def test_alone_a_known_error_is_raised_as_it_is():
     assert raised.value is failure
     with pytest.raises(MoEEpPlatformError, match="mapping failed: rank 0: OSError: no memory"):
         agree(SingleRankComm(), OSError("no memory"), what="mapping")
+
+
+class Held:
+    """Stands for memory or a descriptor."""
+
+
+def test_a_failure_holds_nothing_of_the_frames_that_it_and_its_cause_came_from():
+    held = []
+
+    def fails():
+        memory = Held()
+        held.append(weakref.ref(memory))
+        raise RuntimeError("no memory")
+
+    def step():
+        memory = Held()
+        held.append(weakref.ref(memory))
+        try:
+            fails()
+        except RuntimeError as error:
+            raise MoEEpPlatformError("cannot map") from error
+
+    failure = attempt(step)
+    assert isinstance(failure, MoEEpPlatformError)
+    assert isinstance(failure.__cause__, RuntimeError)
+    assert [one() for one in held] == [None, None]

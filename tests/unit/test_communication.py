@@ -1,5 +1,6 @@
 """Does the base class keep every backend in the right state, whatever its hooks raise?"""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -64,7 +65,7 @@ def test_it_says_what_it_is(comm):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 def test_it_cannot_be_copied_or_pickled(backend, duplicate):
     with moe_ep.create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend) as one:
         name = type(one).__name__
@@ -117,7 +118,7 @@ def test_destroy_is_idempotent_and_final(comm):
             call(comm)
 
 
-@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 def test_what_it_says_of_itself_can_be_read_after_destroy_too(backend):
     made = moe_ep.create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, backend)
     names = [
@@ -222,3 +223,14 @@ def test_check_raises_a_recorded_timeout_and_breaks_the_object(comm):
         comm.check()
     with pytest.raises(moe_ep.MoEEpStateError, match="broken"):
         comm.check()
+
+
+@pytest.mark.parametrize("call", ["checkpoint_prepare", "checkpoint_restore", "reinitialize"])
+def test_what_the_host_must_wait_for_is_refused_in_a_capture(comm, call, monkeypatch):
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(comm, "device", torch.device("cuda", 0))
+        on_a_gpu.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        on_a_gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(moe_ep.MoEEpStateError, match=rf"^{call} while a CUDA graph .*after"):
+            getattr(comm, call)()
+    play_round(comm)

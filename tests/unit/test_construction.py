@@ -13,6 +13,7 @@ from moe_ep import (
     BootstrapConfig,
     CakeAlltoAll,
     MoEEpCommParams,
+    NVLinkOneSidedAlltoAll,
     NVLinkTwoSidedAlltoAll,
     TorchDistAlltoAll,
     construction,
@@ -63,7 +64,7 @@ def expect_on_all(raised, error, *parts):
             assert part in str(exc), part
 
 
-@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "torch_dist"])
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -77,7 +78,7 @@ def test_wrong_statistics_on_one_rank_raise_on_all(backend, wrong, reason):
     expect_on_all(raised, moe_ep.MoEEpConfigError, what, reason)
 
 
-@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 @pytest.mark.parametrize(
     ("wrong", "error", "reason"),
     [
@@ -143,7 +144,7 @@ def test_a_backend_that_cannot_tell_whether_it_runs_is_one_that_does_not(backend
         if threading.current_thread().name == "rank 1":
             raise OSError("no driver")
 
-    for cls in (CakeAlltoAll, NVLinkTwoSidedAlltoAll, TorchDistAlltoAll):
+    for cls in (CakeAlltoAll, NVLinkOneSidedAlltoAll, NVLinkTwoSidedAlltoAll, TorchDistAlltoAll):
         monkeypatch.setattr(cls, "unsupported_reason", classmethod(reason))
     raised = create_on_threads({"backend": backend}, {"backend": backend})
     expect_on_all(raised, moe_ep.MoEEpPlatformError, "rank 0: fine; rank 1: OSError: no driver")

@@ -41,6 +41,7 @@ def own_registry(monkeypatch):
 def test_all_backends_are_registered_and_cake_is_preferred():
     assert moe_ep.available_communication_backends() == (
         "cake",
+        "nvlink_one_sided",
         "nvlink_two_sided",
         "torch_dist",
     )
@@ -55,7 +56,7 @@ def test_a_name_or_a_config_creates_the_communication(backend):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    names = "cake, nvlink_two_sided, torch_dist"
+    names = "cake, nvlink_one_sided, nvlink_two_sided, torch_dist"
     with pytest.raises(KeyError, match=rf"nvlink.*registered are: {names}"):
         moe_ep.create_communication(ALONE, PARAMS, "nvlink")
 
@@ -65,11 +66,16 @@ def test_an_unknown_option_lists_the_known_ones():
         moe_ep.create_communication(ALONE, PARAMS, "torch_dist", lamport=True)
 
 
-@pytest.mark.parametrize("options", [{"lamport": True}, {"lamport": True, "timeout_sec": 3}])
+@pytest.mark.parametrize("options", [{"fifos": 3}, {"fifos": 3, "timeout_sec": 3}])
 def test_an_option_that_no_backend_has_is_the_callers_fault_with_auto_too(options):
-    with pytest.raises(TypeError, match="no option lamport; it has: ") as raised:
+    with pytest.raises(TypeError, match="no option fifos; it has: ") as raised:
         moe_ep.create_communication(ALONE, PARAMS, "auto", **options)
-    for config in (moe_ep.CakeAlltoAllConfig, moe_ep.NVLinkTwoSidedConfig, TorchDistConfig):
+    for config in (
+        moe_ep.CakeAlltoAllConfig,
+        moe_ep.NVLinkOneSidedConfig,
+        moe_ep.NVLinkTwoSidedConfig,
+        TorchDistConfig,
+    ):
         with pytest.raises(TypeError) as named:
             moe_ep.create_communication(ALONE, PARAMS, config.backend_name, **options)
         assert str(named.value) in str(raised.value)
@@ -138,6 +144,7 @@ def test_a_third_party_can_register_a_backend(own_registry):
     assert (type(made), made.backend_name, made.config.speed) == (OurCommunication, "ours", 2)
     assert moe_ep.available_communication_backends() == (
         "cake",
+        "nvlink_one_sided",
         "nvlink_two_sided",
         "ours",
         "torch_dist",
@@ -183,7 +190,7 @@ def test_auto_skips_a_backend_that_cannot_run_and_says_why_if_none_can(empty_reg
     assert not OurCommunication.is_platform_supported()
 
 
-@pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided", "torch_dist"])
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 def test_the_estimate_is_what_the_object_holds(backend):
     with moe_ep.create_communication(ALONE, PARAMS, backend) as made:
         estimate = moe_ep.estimate_workspace_bytes(PARAMS, 1, made.config)

@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "cake/device/routing.cuh"
+#include "cake/namespace.h"
+#include "one_sided/device/routing.cuh"
 
 namespace moe_ep::cake {
 

@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
-#include "cake/device/memory_access.cuh"
-#include "cake/device/share.cuh"
+#include "cake/namespace.h"
 #include "core/fast_divide.h"
 #include "core/host_device.h"
+#include "transport/device/memory_access.cuh"
+#include "transport/device/share.cuh"
 
 namespace moe_ep::cake {
 

@@ -8,13 +8,14 @@
 
 #include <cstdint>
 
-#include "cake/cuda_params.h"
 #include "cake/device/copy_by_lanes.cuh"
-#include "cake/device/memory_access.cuh"
-#include "cake/device/own_block.cuh"
 #include "cake/device/pipeline_shape.cuh"
-#include "cake/device/routing.cuh"
-#include "cake/device/workspace.cuh"
+#include "cake/namespace.h"
+#include "one_sided/cuda_params.h"
+#include "one_sided/device/own_block.cuh"
+#include "one_sided/device/routing.cuh"
+#include "one_sided/device/workspace.cuh"
+#include "transport/device/memory_access.cuh"
 
 namespace moe_ep::cake {
 

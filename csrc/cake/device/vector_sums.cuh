@@ -3,11 +3,12 @@
 
 #include <cstdint>
 
-#include "cake/combine_plan.h"
-#include "cake/device/memory_access.cuh"
-#include "cake/device/routing.cuh"
-#include "cake/device/row_sum.cuh"
-#include "cake/device/token_rows.cuh"
+#include "cake/namespace.h"
+#include "one_sided/combine_plan.h"
+#include "one_sided/device/routing.cuh"
+#include "one_sided/device/token_rows.cuh"
+#include "transport/device/memory_access.cuh"
+#include "transport/device/row_sum.cuh"
 
 namespace moe_ep::cake {
 

@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
+#include "transport/device/memory_access.cuh"
+#include "transport/device/row_sum.cuh"
 #include "transport/device/unaligned.cuh"
 #include "transport/device/warp.cuh"
 #include "two_sided/cuda_params.h"
-#include "two_sided/device/borrowed.cuh"
 
 namespace moe_ep::two_sided {
 

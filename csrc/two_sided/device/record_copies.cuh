@@ -7,10 +7,10 @@
 
 #include <cstdint>
 
+#include "transport/device/memory_access.cuh"
 #include "transport/device/unaligned.cuh"
 #include "transport/device/warp.cuh"
 #include "two_sided/cuda_params.h"
-#include "two_sided/device/borrowed.cuh"
 
 namespace moe_ep::two_sided {
 

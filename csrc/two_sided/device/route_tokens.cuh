@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "transport/device/bit_columns.cuh"
 #include "transport/device/warp.cuh"
 #include "two_sided/cuda_params.h"
-#include "two_sided/device/borrowed.cuh"
 
 namespace moe_ep::two_sided {
 

@@ -1,0 +1,36 @@
+// What every dispatch leaves for the combine of its round.
+#pragma once
+
+#include <cstdint>
+
+#include "one_sided/cuda_params.h"
+#include "one_sided/device/routing.cuh"
+#include "one_sided/device/workspace.cuh"
+
+namespace moe_ep::one_sided {
+
+// Tells combine what round it is in, and resets the counters that it takes work from. Before this
+// kernel ends; nobody in this kernel reads it. Of the threads that call it, number 0 writes.
+template <int kWords>
+__device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWords>& active,
+                                uint32_t epoch, uint32_t thread = threadIdx.x) {
+  const DeviceSegment own = own_segment(p.workspace);
+  if (thread == 0) {
+    DeviceState* const state = own.state();
+    state->combine_epoch = epoch;
+    state->poisoned_epoch = epoch - 1;  // an old one must not match when epochs have come round
+    state->num_tokens = p.num_tokens;
+    state->tokens_per_rank = p.tokens_per_rank;
+    RankMask mask;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      mask.words[w / 2] |= static_cast<uint64_t>(active.words[w]) << (w % 2 * 32);
+    }
+    state->active = mask;
+    state->combine_items = 0;
+    state->stage_items = 0;
+    state->staged_items = 0;
+  }
+}
+
+}  // namespace moe_ep::one_sided

@@ -1,0 +1,88 @@
+"""Are steps of a few tokens exact in odd shapes? One workspace, initialised for each of them anew,
+so that hundreds of shapes cost no more than the start of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_ep import MoEEpCommParams
+from tests.backends import EVERYWHERE, Backend, named, on_each
+from tests.conftest import RunOnRanks
+from tests.gpu.bare_workspace import bare_workspace
+from tests.gpu.device_rounds import Verdict, expected_sums, tokens_of
+from tests.ranks import RankContext
+from tests.ranks.devices import CPU, ONE_GPU
+
+pytestmark = pytest.mark.multirank
+HIDDEN_SIZES = (1, 3, 7, 8, 40, 72, 2880)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOP_KS = (1, 8, 9, 32)
+MOST_TOKENS = 9
+ROUNDS = 4  # of a shape: staged and zero-copy, by turns
+
+
+def shapes(hidden_sizes: tuple[int, ...]) -> Iterator[MoEEpCommParams]:
+    for h, hidden_size in enumerate(hidden_sizes):
+        for d, dtype in enumerate(DTYPES):
+            for k, top_k in enumerate(TOP_KS):
+                num_experts = (40, 37)[(h + d + k) % 2]  # the same number on all ranks, and not
+                yield MoEEpCommParams(num_experts, top_k, MOST_TOKENS, hidden_size, dtype)
+
+
+def play_shapes(
+    context: RankContext, backend: str, hidden_sizes: tuple[int, ...], share_a_gpu: bool
+) -> int:
+    """Body: play every shape with other numbers of tokens; return how many rounds that were."""
+    rank, size, device = context.rank, context.size, torch.device(context.device)
+    all_shapes = list(shapes(hidden_sizes))
+    tested = named(backend)
+    geometry_of, config = tested.places.geometry_of, tested.communication.config_type()
+    # Combine pushes what it would pull on one GPU; both work there.
+    geometries = [
+        geometry_of(params, size, config, device, spans_gpus=not share_a_gpu or shape % 2 == 1)
+        for shape, params in enumerate(all_shapes)
+    ]
+    played = 0
+    segment_bytes = max(one.segment_bytes for one in geometries)
+    with bare_workspace(context, backend, segment_bytes) as workspace:
+        for shape, (params, geometry) in enumerate(zip(all_shapes, geometries, strict=True)):
+            workspace.start(geometry)
+            verdict = Verdict(params, size, rank, ROUNDS, device)
+            for index in range(ROUNDS):
+                most = 1 + (shape + 2 * index) % MOST_TOKENS
+                counts = [(most - source * index) % (most + 1) for source in range(size)]
+                sent = [tokens_of(params, played, r, n, device) for r, n in enumerate(counts)]
+                received, combined, _ = workspace.play(
+                    params, sent[rank], most, zero_copy=index % 2 == 1
+                )
+                verdict.judge_dispatch(index, received, sent)
+                verdict.judge_sums(index, combined, expected_sums(params, size, sent[rank]))
+                played += 1
+            workspace.settle()
+            try:
+                verdict.require()
+            except AssertionError as wrong:
+                raise AssertionError(f"{params}: {wrong}") from None
+    return played
+
+
+@on_each(having="one_sided", devices=EVERYWHERE)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_few_tokens_of_any_shape_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    hidden_sizes = HIDDEN_SIZES[::3] if device == CPU and size > 2 else HIDDEN_SIZES
+    played = ranks(
+        size,
+        play_shapes,
+        device=device,
+        backend=backend.name,
+        hidden_sizes=hidden_sizes,
+        share_a_gpu=device == ONE_GPU,
+        seconds=100,
+    )
+    assert played == [len(hidden_sizes) * len(DTYPES) * len(TOP_KS) * ROUNDS] * size
