@@ -67,16 +67,16 @@ def prepare_arguments(memory: Tensor) -> tuple[Any, ...]:
 
 def alltoallv_arguments() -> tuple[Any, ...]:
     memory = fifos()
-    _, send_tokens, _, _ = OPS.two_sided_prepare(*prepare_arguments(memory))
+    _, send_tokens, _, recv_counts = OPS.two_sided_prepare(*prepare_arguments(memory))
     rows = torch.randn(TOKENS, HIDDEN).bfloat16()
     received = torch.zeros(CAPACITY, HIDDEN).bfloat16()
-    return memory, [rows], send_tokens, FIFOS.fields(), 0, 1, [received]
+    return memory, [rows], send_tokens, FIFOS.fields(), 0, 1, [received], recv_counts
 
 
 def sums_arguments() -> tuple[Any, ...]:
     arguments = alltoallv_arguments()
     OPS.two_sided_alltoallv(*arguments)
-    memory, _, send_tokens, *_, (received,) = arguments
+    memory, _, send_tokens, *_, (received,), _ = arguments
     return memory, received, send_tokens, FIFOS.fields(), 0
 
 
@@ -188,6 +188,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.empty(TOKENS, HIDDEN).bfloat16(),
     ),
     "two_sided_check": lambda: (fifos(), FIFOS.fields(), 0),
+    "two_sided_forget": lambda: (fifos(), FIFOS.fields(), 0),
     "sanitize_expert_ids": lambda: (
         torch.zeros(2, 3, 2, dtype=torch.int32),
         torch.tensor([1, 3], dtype=torch.int32),
@@ -211,7 +212,7 @@ ON_DEVICES = [
     (op, device)
     for op in CASES
     for device in DEVICES
-    if device == "cpu" or not op.startswith(("two_sided", "round"))
+    if device == "cpu" or not op.startswith("round")
 ]
 
 
