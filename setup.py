@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent
 # Every source by name: what is built does not depend on what happens to lie in the tree.
 # tools/check_sources.py (make lint) tells when a list and its folders disagree.
 OPS_SOURCES = [
+    "csrc/core/process_identity.cpp",
     "csrc/one_sided/combine.cpp",
     "csrc/one_sided/dispatch.cpp",
     "csrc/one_sided/fp8_rows.cpp",
@@ -28,6 +29,7 @@ OPS_SOURCES = [
     "csrc/ops/dispatch_args.cpp",
     "csrc/ops/expert_ids.cpp",
     "csrc/ops/library.cpp",
+    "csrc/ops/missed_peers.cpp",
     "csrc/ops/one_sided_combine.cpp",
     "csrc/ops/one_sided_dispatch.cpp",
     "csrc/ops/one_sided_workspace.cpp",
@@ -36,6 +38,7 @@ OPS_SOURCES = [
     "csrc/ops/two_sided_args.cpp",
     "csrc/ops/two_sided_combine.cpp",
     "csrc/ops/two_sided_dispatch.cpp",
+    "csrc/ops/two_sided_host.cpp",
     "csrc/ops/two_sided_workspace.cpp",
     "csrc/ops/workspace_args.cpp",
     "csrc/transport/copy_row.cpp",
@@ -63,12 +66,19 @@ OPS_CUDA_SOURCES = [
     "csrc/one_sided/row_copies.cu",
     "csrc/ops/compiled_code.cpp",
     "csrc/ops/cuda_call.cpp",
+    "csrc/ops/device_rounds.cpp",
     "csrc/ops/device_status.cpp",
     "csrc/ops/device_workspaces.cpp",
     "csrc/ops/one_sided_combine_cuda.cpp",
     "csrc/ops/one_sided_dispatch_cuda.cpp",
     "csrc/ops/one_sided_workspace_cuda.cpp",
+    "csrc/ops/two_sided_combine_cuda.cpp",
+    "csrc/ops/two_sided_dispatch_cuda.cpp",
+    "csrc/ops/two_sided_workspace_cuda.cpp",
     "csrc/transport/compiled_code.cu",
+    "csrc/two_sided/cuda_alltoallv.cu",
+    "csrc/two_sided/cuda_combine.cu",
+    "csrc/two_sided/cuda_prepare.cu",
 ]
 NATIVE_SOURCES = [
     "csrc/bindings/interrupt.cpp",

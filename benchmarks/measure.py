@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from rounds import Rounds
 from torch import Tensor
 from variants import Variant
 from workload import Case, PhysicalBytes, Workload
+
+from moe_ep import QuantFormat
 
 MIN_BLOCKS = 5
 """Turns of each contestant, however slow it is: a median of fewer means nothing."""
@@ -81,6 +83,15 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A contestant. variant, workload: what it is of; no variant: a limit."""
+
+    contestant: Contestant
+    variant: Variant | None
+    workload: Workload
+
+
+@dataclass(frozen=True)
 class Effort:
     """How long to measure one case.
 
@@ -108,7 +119,7 @@ def measure_case(
     """
     workload = Workload(case, place.rank, place.device)
     entries = _contestants(workload, place, variants)
-    contestants = [contestant for contestant, _ in entries]
+    contestants = [entry.contestant for entry in entries]
     for contestant in contestants:
         contestant.verify()
 
@@ -121,33 +132,37 @@ def measure_case(
 
     for contestant in contestants:
         _verify_after(contestant, place)
-    timings = [
-        _timing(*entry, workload, _slowest(s)) for entry, s in zip(entries, stamps, strict=True)
-    ]
+    timings = [_timing(entry, _slowest(s)) for entry, s in zip(entries, stamps, strict=True)]
     for contestant in contestants:
         contestant.close()
     return CaseResult(case, workload.physical_bytes(), workload.link_bytes(), timings)
 
 
-def _contestants(
-    workload: Workload, place: Place, variants: list[Variant]
-) -> list[tuple[Contestant, Variant | None]]:
+def _contestants(workload: Workload, place: Place, variants: list[Variant]) -> list[Entry]:
     case = workload.case
-    entries: list[tuple[Contestant, Variant | None]] = []
+    fp8_case = replace(case, dispatch_format=QuantFormat.DeepSeekFp8.value)
+    fp8_workload = None
+    entries: list[Entry] = []
     for variant in variants:
-        rounds = Rounds(variant, workload, place)
-        moved = workload.physical_bytes(fp8_combine=variant.fp8_combine).round
+        work = workload
+        if variant.fp8_dispatch:
+            fp8_workload = fp8_workload or Workload(fp8_case, place.rank, place.device)
+            work = fp8_workload
+        rounds = Rounds(variant, work, place)
+        moved = work.physical_bytes(fp8_combine=variant.fp8_combine).round
+        contestant: Contestant
         if place.device.type == "cuda":
-            entries.append((cuda_contestant(rounds, moved, case.tokens, place), variant))
+            contestant = cuda_contestant(rounds, moved, case.tokens, place)
         else:
-            entries.append((HostRounds(rounds, moved), variant))
+            contestant = HostRounds(rounds, moved)
+        entries.append(Entry(contestant, variant, work))
     moved = workload.physical_bytes().round
     limits: list[Contestant]
     if place.device.type == "cuda":
         limits = cuda_limits(moved, workload.link_bytes(), place)
     else:
         limits = [HostCopy(moved, case.ranks)]
-    return entries + [(limit, None) for limit in limits]
+    return entries + [Entry(limit, None, workload) for limit in limits]
 
 
 def _take_turn(
@@ -174,19 +189,17 @@ def _verify_after(contestant: Contestant, place: Place) -> None:
     place.barrier()
 
 
-def _plan(
-    entries: list[tuple[Contestant, Variant | None]], effort: Effort, place: Place
-) -> tuple[list[int], int]:
+def _plan(entries: list[Entry], effort: Effort, place: Place) -> tuple[list[int], int]:
     """Return each contestant's samples in a block, and the number of blocks. Alike on all ranks."""
-    seconds = [_seconds_per_sample(contestant, effort, place) for contestant, _ in entries]
+    seconds = [_seconds_per_sample(entry.contestant, effort, place) for entry in entries]
     samples = [max(1, round(effort.block_seconds / one)) for one in seconds]
     if effort.iterations is not None:
         blocks = min(MIN_BLOCKS, effort.iterations)
         asked = math.ceil(effort.iterations / blocks)
         # The limits keep a block that is long against the ranks' different starts.
         return [
-            n if variant is None else math.ceil(asked / contestant.rounds_per_sample)
-            for (contestant, variant), n in zip(entries, samples, strict=True)
+            n if entry.variant is None else math.ceil(asked / entry.contestant.rounds_per_sample)
+            for entry, n in zip(entries, samples, strict=True)
         ], blocks
     block = sum((n + 1) * one for n, one in zip(samples, seconds, strict=True))
     return samples, max(MIN_BLOCKS, round(effort.seconds / block))
@@ -214,9 +227,9 @@ def _slowest(stamps: list[tuple[float, ...]]) -> Tensor:
     return slowest
 
 
-def _timing(
-    contestant: Contestant, variant: Variant | None, workload: Workload, slowest: Tensor
-) -> Timing:
+def _timing(entry: Entry, slowest: Tensor) -> Timing:
+    contestant, variant = entry.contestant, entry.variant
+    fp8_combine = variant is not None and variant.fp8_combine
     spreads = [Spread.of(column) for column in slowest.unbind(1)]
     return Timing(
         name=contestant.name,
@@ -225,6 +238,6 @@ def _timing(
         samples=len(slowest),
         rounds=len(slowest) * contestant.rounds_per_sample,
         counted_bytes=contestant.counted_bytes,
-        link_bytes=workload.link_bytes(fp8_combine=variant is not None and variant.fp8_combine),
+        link_bytes=entry.workload.link_bytes(fp8_combine=fp8_combine),
         phases=dict(zip(contestant.phases, spreads, strict=True)),
     )

@@ -22,8 +22,9 @@ class Variant:
     pdl: `enable_pdl` of the backend's config; None: as it decides.
     mask: all ranks are active, by a mask on the device that the kernels look at.
     stats: statistics of every expert travel with dispatch.
-    fp8_combine: rows travel back as scaled FP8. The limits are still those of a round that moves
-        unquantised rows.
+    fp8_dispatch: rows go out in DeepSeek's FP8, whatever the run's --dispatch-format.
+    fp8_combine: rows travel back as scaled FP8. With either, the limits are still those of the
+        run's format and unquantised rows back.
     lamport: of the nvlink_one_sided backend: whether steps go over its Lamport transport; None: as
         it decides.
     """
@@ -35,6 +36,7 @@ class Variant:
     pdl: bool | None = None
     mask: bool = False
     stats: bool = False
+    fp8_dispatch: bool = False
     fp8_combine: bool = False
     lamport: bool | None = None
 
@@ -70,6 +72,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "copy": {"zero_copy": False},
     "mask": {"mask": True},
     "stats": {"stats": True},
+    "fp8-dispatch": {"fp8_dispatch": True},
     "fp8-combine": {"fp8_combine": True},
     "lamport": {"lamport": True},
     "fence": {"lamport": False},

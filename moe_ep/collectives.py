@@ -114,9 +114,9 @@ class TorchDistributedComm:
             exchange(self.group, [mine] * size, pickles, _CONTROL_TAG, deadline)
         except PeerSilentError as silent:
             raise MoEEpTimeoutError(
-                f"rank {rank} waited {silent.seconds:.1f} s in set-up for rank {silent.peer} "
-                f"({silent.reason}). Rank {silent.peer} may be dead, slow, or not creating the "
-                "same communication."
+                f"rank {rank} waited {silent.seconds:.1f} s for rank {silent.peer} to make the "
+                f"same call ({silent.reason}). Rank {silent.peer} may be dead, slow, or making "
+                "other calls: all ranks create, prepare, restore and reinitialize together."
             ) from None
         return [obj if r == rank else pickle.loads(bytes(p.numpy())) for r, p in enumerate(pickles)]
 
@@ -203,19 +203,21 @@ def agree(comm: CommBackend, outcome: T | Exception, *, what: str) -> list[T]:
     where all have one and it is the library's, TypeError or KeyError, else MoEEpPlatformError. On a
     rank that failed, its own exception is the cause. A group of one raises that exception itself
     where it need not change the class. Raises MoEEpConfigError on all ranks if they are in
-    different steps.
+    different steps, and MoEEpTimeoutError where a rank does not come, if `comm` notices.
     """
     failure = outcome if isinstance(outcome, Exception) else None
     # The class travels by name: a third party's exception may not unpickle elsewhere.
-    answers: list[_Outcome] = comm.allgather(
-        _Outcome(
-            step=what,
-            host=socket.gethostname(),
-            value=outcome if failure is None else None,
-            failed_as=None if failure is None else type(failure).__name__,
-            reason="fine" if failure is None else _reason(failure),
-        )
+    mine = _Outcome(
+        step=what,
+        host=socket.gethostname(),
+        value=outcome if failure is None else None,
+        failed_as=None if failure is None else type(failure).__name__,
+        reason="fine" if failure is None else _reason(failure),
     )
+    try:
+        answers: list[_Outcome] = comm.allgather(mine)
+    except MoEEpTimeoutError as missed:
+        raise MoEEpTimeoutError(f"{what}: {missed}") from None
     hosts = [answer.host for answer in answers]
     classes = {answer.failed_as for answer in answers if answer.failed_as is not None}
     if classes:

@@ -13,6 +13,7 @@ import abc
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from moe_ep import autograd, backward_round, checks
+from moe_ep import autograd, backward_round, checks, compiled_round
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend, as_comm_backend, group_behind
 from moe_ep.config import CommunicationConfig
@@ -30,12 +31,14 @@ from moe_ep.errors import (
     MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
+    MoEEpMaskDisagreementError,
     MoEEpStateError,
     MoEEpTimeoutError,
     translate_op_error,
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
+from moe_ep.round_ops import number_of
 from moe_ep.streams import on_stream_of
 from moe_ep.workspace_sharing import move
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
@@ -64,8 +67,8 @@ class MoEEpCommunication(abc.ABC):
 
     Hooks get checked arguments and know nothing about the state machine. They report failures by
     raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
-    it is. MoEEpTimeoutError and any exception that is not of this library break the object; after
-    any other MoEEpError the object goes on.
+    it is. MoEEpTimeoutError, MoEEpMaskDisagreementError and any exception that is not of this
+    library break the object; after any other MoEEpError the object goes on.
     A backend that takes more keywords (`active_rank_mask`) overrides `dispatch` and `combine` with
     the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
     """
@@ -75,8 +78,11 @@ class MoEEpCommunication(abc.ABC):
     config_type: ClassVar[type[CommunicationConfig]]
     supports_cuda_graph: ClassVar[bool] = False
     """True: a round may be captured in a CUDA graph after one eager warm-up of the same shapes."""
-    supports_torch_compile: ClassVar[bool] = False
+    supports_torch_compile: ClassVar[bool] = True
     """True: a round traces into one graph with `torch.compile(fullgraph=True)`."""
+    _has_graph_ops: ClassVar[bool] = False
+    """True: `_dispatch` and `_combine` can be traced; else compiled graphs have ops that call them,
+    see `moe_ep.compiled_round`, which they have for gradients in any case."""
     one_host_only: ClassVar[bool] = False
     """True: all ranks of the group must be on one host, in one network namespace."""
 
@@ -122,12 +128,16 @@ class MoEEpCommunication(abc.ABC):
         self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
         self._destroyed: bool = False
         self._in_round: bool = False  # where others share the workspace: whose turn it is
+        # A setting of the backends that take masks.
+        self._rank_mask_enabled: Final[bool] = getattr(config, "enable_rank_mask", False)
         self._process: Final[int] = os.getpid()
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
         # Of unquantised rows. A backend whose combine has no room for them clears it.
         self._has_gradients: bool = self._row_format.value_dtypes == (params.token_dtype,)
         self._recorded: backward_round.RoutedRound | None = None
+        self._number: Final = number_of(self)
+        self._traced: compiled_round.TracedRound | None = None
         self._enter(Workspace(comm, self.ep_rank, self.ep_size))
 
     def _enter(self, workspace: Workspace) -> None:
@@ -135,10 +145,21 @@ class MoEEpCommunication(abc.ABC):
         self._shared = workspace
         workspace.admit(self)
 
+    def _drop_round(self) -> None:
+        """Forget a round that is open: the workspace begins anew."""
+        self._in_round = False
+        self._recorded = None
+
     @property
     def _comm(self) -> CommBackend:
         """What the group agrees over."""
         return self._shared.comm
+
+    def _comm_over(self, comm_backend: Any) -> CommBackend:
+        """Return what a user's comm_backend agrees over; None: the group."""
+        if comm_backend is None:
+            return self._comm
+        return as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
 
     # ---------------------------------------------------------------- what users call
 
@@ -167,7 +188,7 @@ class MoEEpCommunication(abc.ABC):
     ) -> MoEEpDispatchResult:
         """Send every token once to each rank that owns at least one of its experts. Collective.
 
-        Differentiable in eager mode with respect to hidden_states, where rows are not quantised,
+        Differentiable with respect to hidden_states, where rows are not quantised,
         and topk_weights. Backward is collective, too: grad mode, and requires_grad of each
         argument, must be the same on all ranks, also where n is 0, and all ranks run it. In grad
         mode the result is copied; call inference under torch.no_grad().
@@ -191,10 +212,11 @@ class MoEEpCommunication(abc.ABC):
         Raises TypeError (dtype), MoEEpConfigError (shape, device, size) and MoEEpStateError before
         anything is sent.
         Raises MoEEpDisagreementError on all ranks if they disagree about the round, which is then
-        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`; the object is
-        then broken. Where the device finds out (on CUDA, but for torch_dist), `check` raises both,
-        else a later call: a time-out any, a disagreement a combine. Until then nothing counts as
-        received, and the sums are NaN.
+        closed. Raises MoEEpTimeoutError if a peer does not answer in `timeout_sec`, and on the CPU
+        soon after its process has ended or it has given up itself; the object is then broken. Where
+        the device finds out (on CUDA, but for torch_dist), `check` raises both, else a later call:
+        a time-out any, a disagreement a combine. Until then nothing counts as received, and the
+        sums are NaN.
         """
         return self._run_dispatch(
             hidden_states,
@@ -208,7 +230,7 @@ class MoEEpCommunication(abc.ABC):
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """Bring the partial rows back to their source ranks and sum them. Collective.
 
-        Differentiable in eager mode with respect to expert_output. The output requires grad where
+        Differentiable with respect to expert_output. The output requires grad where
         an input of the dispatch did, too, so that no rank's backward leaves the round out.
 
         expert_output: [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank,
@@ -241,6 +263,8 @@ class MoEEpCommunication(abc.ABC):
         self._require(DISPATCHED, "get_combine_input_buffer")
         if dtype is not None:
             checks.check_combine_input_dtype("dtype", self.params, dtype)
+        if self._traced is not None:
+            return None
         if self._recorded is not None and self._recorded.link is not None:
             return None  # the experts' last step may save what it writes
         buffer = self._combine_input_buffer()
@@ -320,10 +344,39 @@ class MoEEpCommunication(abc.ABC):
     def workspace_bytes(self) -> int:
         """Bytes of memory that this rank holds for the object between rounds.
 
-        Objects that share a workspace each report the whole of it. 0 after destroy and while the
-        memory is released; 0 always where a backend holds none.
+        Objects that share a workspace each report the whole of it. 0 after destroy, while the
+        memory is released, and in a forked process; 0 always where a backend holds none.
         """
-        return self._shared.mapped_bytes
+        return self._shared.mapped_bytes if os.getpid() == self._process else 0
+
+    def reinitialize(self, comm_backend: Any = None) -> None:
+        """Begin anew in the same memory: no round is open, none has failed, no rank is behind.
+
+        For a rank that was masked off and comes back, and after a failure: a time-out, Ctrl-C, a
+        call that raised on some ranks only. Collective over the ranks that go on, for all objects
+        that share the workspace; a round that is open is dropped. Waits for the device. The
+        contents are lost; addresses stay, and captured CUDA graphs can be replayed.
+
+        comm_backend: as in the config, but of any ranks of the group, in any order, where
+            enable_rank_mask is set; else of all. None: the group of the communication.
+
+        Ranks that it leaves out must stay outside active_rank_mask until a later call has them in.
+        They must be dead, or outside of dispatch and combine for good: one that is still in a round
+        may write into the memory of the others. A process that has taken the place of a dead one
+        has no part in this memory: create the communication anew on all ranks.
+
+        Raises on all ranks together, with nothing changed: MoEEpConfigError where ranks are missing
+        or there twice, MoEEpStateError while the memory is released, where a checkpoint has lost
+        it, and of torch_dist, which has none. MoEEpTimeoutError where a rank of comm_backend does
+        not come: the object is then broken, and the call can be made again.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
+        forked process and while a CUDA graph is being captured, on the rank alone.
+        """
+        self._require_present("reinitialize")
+        self._refuse_capture("reinitialize")
+        comm = self._comm_over(comm_backend)
+        with self._on_stream():
+            self._shared.reinitialize(comm, self._wait_for_device, in_part=self._rank_mask_enabled)
 
     def checkpoint_prepare(self) -> None:
         """Give the memory back and keep its addresses, for all objects that share the workspace.
@@ -341,9 +394,11 @@ class MoEEpCommunication(abc.ABC):
         combine first) or on a broken object; what the device has recorded, as `check` does.
         Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
         is then broken, and the ranks must restart.
-        Raises MoEEpStateError after destroy and in a forked process, on the rank alone.
+        Raises MoEEpStateError after destroy, in a forked process and while a CUDA graph is being
+        captured, on the rank alone.
         """
         self._require_present("checkpoint_prepare")
+        self._refuse_capture("checkpoint_prepare")
         backward_round.close_left_open(self)
         with self._on_stream():
             self._shared.prepare(self.check)
@@ -366,14 +421,13 @@ class MoEEpCommunication(abc.ABC):
         some ranks have not released; MoEEpPlatformError where the memory cannot be had any more.
         Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
         is then broken, and the ranks must restart.
-        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy and in
-        a forked process, on the rank alone.
+        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
+        forked process and while a CUDA graph is being captured, on the rank alone.
         """
         self._require_present("checkpoint_restore")
-        comm, group = self._comm, self._shared.group
-        if comm_backend is not None:
-            comm = as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
-            group = group_behind(comm)
+        self._refuse_capture("checkpoint_restore")
+        comm = self._comm_over(comm_backend)
+        group = self._shared.group if comm_backend is None else group_behind(comm)
         with self._on_stream():
             self._shared.restore(comm)
         move(self._shared, group)
@@ -478,6 +532,11 @@ class MoEEpCommunication(abc.ABC):
         """Return the context in which a backend works."""
         return on_stream_of(self._bootstrap)
 
+    def _wait_for_device(self) -> None:
+        """Wait for what was queued, whatever becomes of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # ---------------------------------------------------------------- the state machine
 
     @autograd.records_dispatch
@@ -492,24 +551,32 @@ class MoEEpCommunication(abc.ABC):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        backward_round.close_left_open(self)
+        hook: Callable[..., MoEEpDispatchResult] = self._dispatch
+        self._traced = None
+        traced = compiled_round.is_wanted(self)
+        if traced:
+            hook = partial(compiled_round.dispatch, self)
+            compiled_round.leave_backward(self)
+        else:
+            backward_round.close_left_open(self)
         self._require(IDLE, "dispatch")
-        tokens_per_rank = checks.check_dispatch(
-            self.params,
-            self._row_format,
-            device=self.device,
-            ep_rank=self.ep_rank,
-            extra_payload_bytes_per_token=self._extra_payload_bytes,
-            eplb_stats_num_experts=self._eplb_stats_num_experts,
-            hidden_states=hidden_states,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            hidden_states_scale=hidden_states_scale,
-            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
-            eplb_local_stats=eplb_local_stats,
-        )
+        with self._without_gradients(traced):
+            tokens_per_rank = checks.check_dispatch(
+                self.params,
+                self._row_format,
+                device=self.device,
+                ep_rank=self.ep_rank,
+                extra_payload_bytes_per_token=self._extra_payload_bytes,
+                eplb_stats_num_experts=self._eplb_stats_num_experts,
+                hidden_states=hidden_states,
+                topk_ids=topk_ids,
+                topk_weights=topk_weights,
+                hidden_states_scale=hidden_states_scale,
+                runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+                eplb_local_stats=eplb_local_stats,
+            )
         result = self._attempt(
-            self._dispatch,
+            hook,
             hidden_states,
             topk_ids,
             topk_weights,
@@ -534,17 +601,23 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         self._require(DISPATCHED, "combine")
-        rows = checks.check_combine(
-            self.params,
-            device=self.device,
-            ep_size=self.ep_size,
-            num_tokens=self._num_tokens,
-            tokens_per_rank=self._tokens_per_rank,
-            expert_output=expert_output,
-            output=output,
-        )
+        traced = torch.compiler.is_compiling() and self._traced is not None
+        with self._without_gradients(traced):
+            checks.check_combine(
+                self.params,
+                device=self.device,
+                ep_size=self.ep_size,
+                num_tokens=self._num_tokens,
+                tokens_per_rank=self._tokens_per_rank,
+                expert_output=expert_output,
+                output=output,
+            )
+        rows = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
+        hook: Callable[..., Tensor] = self._combine
+        if traced:
+            hook = partial(compiled_round.combine, self)
         combined = self._attempt(
-            self._combine,
+            hook,
             rows,
             num_tokens=self._num_tokens,
             tokens_per_rank=self._tokens_per_rank,
@@ -555,6 +628,11 @@ class MoEEpCommunication(abc.ABC):
         )
         self._recorded = None
         return combined
+
+    def _without_gradients(self, traced: bool) -> torch.set_grad_enabled:
+        """Return the context in which arguments are checked. In eager mode gradients have been
+        recorded by now, or there are none."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and not traced)
 
     def _attempt(
         self, hook: Callable[..., Result], *args: Any, before: str, after: str, **kwargs: Any
@@ -576,7 +654,8 @@ class MoEEpCommunication(abc.ABC):
         error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
         shared = self._shared
         # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
-        if not isinstance(error, MoEEpError | TypeError) or isinstance(error, MoEEpTimeoutError):
+        breaks = isinstance(error, MoEEpTimeoutError | MoEEpMaskDisagreementError)
+        if breaks or not isinstance(error, MoEEpError | TypeError):
             shared.state = BROKEN
             shared.broken_by = str(exc if error is None else error)
             raise exc if error is None else error from None
@@ -594,6 +673,17 @@ class MoEEpCommunication(abc.ABC):
     def _require_alive(self, call: str) -> None:
         self._require_present(call)
         self._shared.require_whole(call, self._who)
+
+    def _refuse_capture(self, call: str) -> None:
+        """Raise where the current stream of the device is being captured: the host must wait."""
+        if self.device.type != "cuda":
+            return
+        with torch.cuda.device(self.device), self._on_stream():
+            if not torch.cuda.is_current_stream_capturing():
+                return
+        raise MoEEpStateError(
+            f"{call} while a CUDA graph is being captured ({self._who}): call it after the capture."
+        )
 
     def _require_present(self, call: str) -> None:
         """Raise unless the object is this process's and is not destroyed."""

@@ -10,13 +10,12 @@ Capability = tuple[int, int]
 
 
 def reason_against(
-    backend: str, device: torch.device | None, min_capability: Capability
+    backend: str, min_capability: Capability, device: torch.device | None
 ) -> str | None:
-    """Return why a backend that runs on the CPU and on CUDA devices cannot run on a device of this
-    machine, or None if it can.
+    """Return why a backend cannot run on a device of this machine, or None if it can.
 
+    min_capability: the least compute capability of a CUDA device, and of the code for it.
     device: None asks whether any would do.
-    min_capability: of a CUDA device, and of the code that the library has for it.
     """
     if device is None or device.type == "cpu":
         return None

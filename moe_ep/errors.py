@@ -22,8 +22,16 @@ class MoEEpConfigError(MoEEpError, ValueError):
 class MoEEpDisagreementError(MoEEpConfigError):
     """The ranks called dispatch or combine with different arguments. Raised on all of them.
 
-    Nothing was delivered, and the object goes on. On CUDA it is recorded by the device: `check`
-    raises it, else a `combine`, after which the round is over as always.
+    Nothing was delivered, and the object goes on (but see the subclass). On CUDA it is recorded by
+    the device: `check` raises it, else a `combine`, after which the round is over as always.
+    """
+
+
+class MoEEpMaskDisagreementError(MoEEpDisagreementError):
+    """The ranks called dispatch with different active_rank_mask, on the CPU.
+
+    Raised on every rank that counts on one whose mask is another; ranks that agree with all whom
+    they count on go on. Nothing was delivered, and the object is broken: `reinitialize` mends it.
     """
 
 
@@ -40,7 +48,8 @@ class MoEEpStateError(MoEEpError, RuntimeError):
 
 
 class MoEEpTimeoutError(MoEEpError, RuntimeError):
-    """A peer did not answer in `timeout_sec`, or its connection broke. The object is broken."""
+    """A peer did not answer in `timeout_sec`, its process has ended, or its connection broke. The
+    object is broken."""
 
 
 class MoEEpInputError(MoEEpError, RuntimeError):
@@ -55,6 +64,7 @@ _RAISED_BY_OPS: dict[str, type[Exception]] = {
         TypeError,
         MoEEpConfigError,
         MoEEpDisagreementError,
+        MoEEpMaskDisagreementError,
         MoEEpPlatformError,
         MoEEpStateError,
         MoEEpTimeoutError,

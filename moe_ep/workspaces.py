@@ -7,7 +7,7 @@ that is gathered over the group, so that all go on or all raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 from weakref import WeakSet
 
 from torch import Tensor
@@ -30,6 +30,14 @@ BROKEN: Final = "broken"
 _INTERRUPTED = "a call did not finish"
 _PREPARE = "checkpoint_prepare"
 _RESTORE = "checkpoint_restore"
+_REINITIALIZE = "reinitialize"
+_RECREATE = "destroy it and re-create it on all ranks"
+
+
+class Member(Protocol):
+    """A communication, as its workspace knows it."""
+
+    def _drop_round(self) -> None: ...
 
 
 class Workspace:
@@ -65,12 +73,14 @@ class Workspace:
         self.memory = memory
         self.state: str = IDLE
         self.broken_by: str = _INTERRUPTED
-        self.remedy: str = "destroy it and re-create it on all ranks"
+        self.remedy: str = _RECREATE
+        if memory is not None:
+            self.remedy = f"call {_REINITIALIZE} on all ranks that go on, or {_RECREATE}"
         self.backward: RoutedRound | None = None
         self._initialize = initialize
         self._forget = forget
         # Weak: a communication may be dropped without destroy, and then does not count.
-        self._members: WeakSet[object] = WeakSet()
+        self._members: WeakSet[Member] = WeakSet()
         # What it is found by, see moe_ep.workspace_sharing.
         self.name = ""
         self.group: object = None
@@ -88,11 +98,11 @@ class Workspace:
         assert self.memory is not None  # asked for by a backend that has some
         return self.memory.workspace
 
-    def admit(self, member: object) -> None:
+    def admit(self, member: Member) -> None:
         """Count a communication in."""
         self._members.add(member)
 
-    def leave(self, member: object, *, in_round: bool) -> None:
+    def leave(self, member: Member, *, in_round: bool) -> None:
         """Count a communication out. The last one lets go of the memory. Waits for no peer.
 
         One that leaves in the middle of its round takes the others' turn with it: the peers are in
@@ -162,6 +172,54 @@ class Workspace:
         """Prepare the memory on all ranks. Collective: no rank may signal before all are ready."""
         outcome = attempt(self._initialize or (lambda: None))
         agree(comm, outcome, what="initialising the workspace")
+
+    def reinitialize(self, comm: CommBackend, settle: Callable[[], None], *, in_part: bool) -> None:
+        """Begin anew in the same memory. Collective over `comm`; see
+        MoEEpCommunication.reinitialize.
+
+        settle: waits for own rounds, whatever became of them.
+        in_part: whether some of the group's ranks may be missing.
+        """
+
+        def ready() -> int:
+            self._require_memory_to_reinitialize()
+            size = comm.get_size()
+            if not in_part and size != self._ep_size:
+                raise MoEEpConfigError(
+                    f"comm_backend must have all {self._ep_size} ranks of the group, since no mask "
+                    f"leaves the others out (enable_rank_mask), got {size}"
+                )
+            settle()
+            return self._ep_rank
+
+        present = agree(comm, attempt(ready), what=_REINITIALIZE)
+        if len(set(present)) < len(present):
+            raise MoEEpConfigError(
+                f"comm_backend must have each rank of the group at most once, got {present}."
+            )
+        self._break(f"{_REINITIALIZE} did not finish.")
+        self.initialize(comm)
+        for member in self._members:
+            member._drop_round()
+        self.backward = None
+        self.state, self.broken_by = IDLE, _INTERRUPTED
+
+    def _require_memory_to_reinitialize(self) -> None:
+        if self.memory is None:
+            raise MoEEpStateError(
+                f"{_REINITIALIZE} on a communication that has no memory: destroy it and create it "
+                "again, over a new process group if a wait has expired"
+            )
+        if self.state == RELEASED:
+            raise MoEEpStateError(
+                f"{_REINITIALIZE} while the memory is released: call {_RESTORE} on all ranks, "
+                "which begins anew as well"
+            )
+        if self.memory.state != "mapped":
+            raise MoEEpStateError(
+                f"{_REINITIALIZE} without memory: {self.remedy}. It broke because: "
+                f"{self.broken_by.rstrip('.')}"
+            )
 
     def prepare(self, settle: Callable[[], None]) -> None:
         """Release the memory and keep its addresses. Collective, idempotent; see

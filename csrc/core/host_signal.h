@@ -18,7 +18,6 @@
 
 #include "core/atomics.h"
 #include "core/epoch.h"
-#include "core/interrupt.h"
 
 namespace moe_ep {
 
@@ -54,7 +53,7 @@ inline void ring(uint32_t* bell, uint32_t* sleepers) {
   }
 }
 
-enum class WaitEnd { kReached, kTimeout, kInterrupted };
+enum class WaitEnd { kReached, kTimeout, kGivenUp };
 
 struct WaitResult {
   WaitEnd end;
@@ -62,13 +61,14 @@ struct WaitResult {
 };
 
 // Waits until the flag has reached `epoch`; then everything its signaller published is visible.
-// interrupted: may be null.
-inline WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers, Deadline deadline,
-                       InterruptCheck interrupted) {
+// gives_up(): asked some times a second in a long wait; true ends it.
+template <typename GivesUp>
+WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers, Deadline deadline,
+                GivesUp gives_up) {
   using std::chrono::nanoseconds;
   constexpr int kPauses = 200;  // about 9 us
   constexpr int kYields = 4;
-  constexpr nanoseconds kNap = std::chrono::milliseconds(100);  // between looks for an interrupt
+  constexpr nanoseconds kNap = std::chrono::milliseconds(100);  // between two questions
   for (int i = 0; i < kPauses + kYields; ++i) {
     const uint32_t seen = load_acquire(flag);
     if (epoch_reached(seen, epoch)) return {WaitEnd::kReached, seen};
@@ -90,8 +90,8 @@ inline WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers,
     // Not FUTEX_PRIVATE: the word is shared between processes. Any return (woken, value changed,
     // signal, end of the nap) leads to another look at the flag.
     const long slept = syscall(SYS_futex, flag, FUTEX_WAIT, result.seen, &timeout, nullptr, 0);
-    if (slept != 0 && errno != EAGAIN && interrupted != nullptr && interrupted()) {
-      result.end = WaitEnd::kInterrupted;
+    if (slept != 0 && errno != EAGAIN && gives_up()) {
+      result.end = WaitEnd::kGivenUp;
       break;
     }
   }

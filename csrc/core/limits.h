@@ -17,6 +17,8 @@ inline constexpr int32_t kMaxPacketTokens = 32;
 inline constexpr int32_t kMaxPushTokens = 8;
 // Of a row that is pushed: what is within a slot is counted in 32 bits.
 inline constexpr int64_t kMaxPushedRowBytes = 1 << 20;
+// Of a row that is pushed in bulk: parts that have a flag of their own each.
+inline constexpr uint32_t kMaxRowParts = 4;
 // Of one rank. Far above any machine, far below where sums of offsets leave 64 bits.
 inline constexpr int64_t kMaxSegmentBytes = int64_t{1} << 46;
 

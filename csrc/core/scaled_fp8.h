@@ -30,8 +30,9 @@ namespace moe_ep {
 
 inline constexpr int64_t kFp8Block = 128;  // elements of a scale
 
-// A row in memory: hidden_size elements from its start, the scales at the end of its pitch. So both
-// are aligned whatever the hidden size.
+// A row in memory: hidden_size elements from its start, the scales behind them, on a cache line of
+// their own where the pitch has room for that, else at its end. So both are aligned whatever the
+// hidden size.
 struct Fp8Row {
   int64_t num_blocks;
   int64_t bytes;          // of elements and scales
@@ -43,8 +44,10 @@ struct Fp8Row {
     row.num_blocks = (hidden_size + kFp8Block - 1) / kFp8Block;
     const int64_t scale_bytes = row.num_blocks * static_cast<int64_t>(sizeof(float));
     row.bytes = hidden_size + scale_bytes;
-    row.pitch = row_pitch(row.bytes);
-    row.scales_offset = static_cast<int64_t>(row.pitch) - scale_bytes;
+    row.pitch = row_pitch_in_lines(row.bytes);
+    const int64_t last = static_cast<int64_t>(row.pitch) - scale_bytes;
+    const int64_t line = last - last % static_cast<int64_t>(kRegionAlignment);
+    row.scales_offset = line >= hidden_size ? line : last;
     return row;
   }
 };
@@ -56,9 +59,10 @@ struct Fp8Scale {
   uint8_t keep;  // 0 in a block with an infinity or NaN, else 0xFF
 };
 
-// largest: the block's largest magnitude as float bits, which order like the numbers, with infinity
-// and NaN on top.
-MOE_EP_HOST_DEVICE constexpr Fp8Scale fp8_scale_of_block(uint32_t largest) {
+// The scale of a block of finite numbers. largest: their largest magnitude as float bits, which
+// order like the numbers, with infinity and NaN on top; of these the scale of a finite block, too.
+// The result and its reciprocal are normal.
+MOE_EP_HOST_DEVICE constexpr float fp8_finite_scale(uint32_t largest) {
   constexpr float kLargestElement = 448.0f;
   constexpr float kLargestFloat = 0x1.FFFFFEp127f;
   constexpr uint32_t kSmallest = float_bits(0x1p-100f);
@@ -68,10 +72,19 @@ MOE_EP_HOST_DEVICE constexpr Fp8Scale fp8_scale_of_block(uint32_t largest) {
   const uint32_t bounded = select(finite && largest > kSmallest, largest, kSmallest);
   const uint32_t exact = float_bits(float_from_bits(bounded) * (1.0f / kLargestElement));
   const uint32_t rounded_up = (exact + kDroppedBits) & ~kDroppedBits;
-  const uint32_t number = select(rounded_up < kLargestScale, rounded_up, kLargestScale);
-  const float multiplier = 1.0f / float_from_bits(number);
-  return {float_from_bits(select(finite, number, kFloat32Nan)), multiplier,
+  return float_from_bits(select(rounded_up < kLargestScale, rounded_up, kLargestScale));
+}
+
+// finite_scale: as above; inverse: 1 / finite_scale.
+MOE_EP_HOST_DEVICE constexpr Fp8Scale fp8_scale_of_block(uint32_t largest, float finite_scale,
+                                                         float inverse) {
+  const bool finite = largest < kFloatInfinityBits;
+  return {float_from_bits(select(finite, float_bits(finite_scale), kFloat32Nan)), inverse,
           static_cast<uint8_t>(finite ? 0xFF : 0)};
+}
+MOE_EP_HOST_DEVICE constexpr Fp8Scale fp8_scale_of_block(uint32_t largest) {
+  const float scale = fp8_finite_scale(largest);
+  return fp8_scale_of_block(largest, scale, 1.0f / scale);
 }
 
 // Quantises the kFp8Block floats at `block`; returns their scale.

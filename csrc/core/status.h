@@ -8,14 +8,27 @@
 
 namespace moe_ep {
 
-// A wait on a peer that did not end before its deadline.
+// Why a wait on a peer was given up. On CUDA only the first is found out.
+enum class Missed : uint32_t {
+  kDeadline = 0,
+  kProcessEnded,  // the peer's
+  kPeerGaveUp,    // the peer itself has missed one
+  kInterrupted,   // by a signal handler of this process
+  kMasksDiffer,   // the peer's rank mask is not this rank's
+};
+
+// A wait on a peer that did not end well.
 struct TimeoutRecord {
-  uint32_t recorded;  // 0 or 1; the first time-out of an object is kept
+  uint32_t recorded;  // 0 or 1; the first of an object is kept. Peers on the CPU read the record
   int32_t peer;
   Phase phase;
   uint32_t epoch_expected;
   uint32_t epoch_seen;
   int32_t timeout_sec;
+  Missed why;
+  // Where the peer had given up: what began it. Else as above.
+  int32_t first_missed;
+  Missed first_why;
 };
 
 // Expert ids outside [0, num_experts) that are not padding. Their slots send nothing.

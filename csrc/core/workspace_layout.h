@@ -7,13 +7,14 @@
 #include "core/geometry.h"
 #include "core/host_device.h"
 #include "core/limits.h"
+#include "core/process_identity.h"
 #include "core/rank_mask.h"
 #include "core/status.h"
 
 namespace moe_ep {
 
-// First bytes of a segment: private to its rank, peers never touch it (except `sleepers`, which
-// they read).
+// First bytes of a segment: private to its rank, peers never touch it. (On the CPU they read
+// `sleepers`, and where they wait long, `epoch`, `active`, `timeout` and `process`.)
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
   // The workspace as this rank maps it: a clone of the tensor does not match.
@@ -29,6 +30,7 @@ struct ControlBlock {
   RankMask active;  // of the round in flight: combine must be called with the same
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
+  ProcessIdentity process;  // the rank's; on the CPU
 };
 
 inline constexpr uint64_t kWorkspaceMagic = 0x6d6f655f65703031u;  // "moe_ep01"
@@ -44,12 +46,13 @@ inline constexpr uint64_t kWorkspaceMagic = 0x6d6f655f65703031u;  // "moe_ep01"
 struct alignas(16) RoundHeader {
   int32_t num_rows;         // rows from this source in its block
   int32_t tokens_per_rank;  // must be the same on all ranks
-  uint32_t signature;       // CUDA: hash of all that must be the same on all ranks
-  uint32_t dispatched;      // flag: epoch whose rows, ids, weights and header fields are in place
-  int32_t has_weights;      // must be the same on all ranks
-  int32_t has_stats;        // likewise
-  int32_t num_payloads;     // likewise
-  uint32_t detailed;        // CUDA: flag: epoch whose fields below `dispatched` are in place
+  // Hash of what must be the same on all ranks: on CUDA all of it, on the CPU the rank mask.
+  uint32_t signature;
+  uint32_t dispatched;   // flag: epoch whose rows, ids, weights and header fields are in place
+  int32_t has_weights;   // must be the same on all ranks
+  int32_t has_stats;     // likewise
+  int32_t num_payloads;  // likewise
+  uint32_t detailed;     // CUDA: flag: epoch whose fields below `dispatched` are in place
   int64_t row_bytes[kMaxPayloads];  // must be the same on all ranks
 };
 static_assert(sizeof(RoundHeader) == 64 && alignof(RoundHeader) == 16);
@@ -119,6 +122,12 @@ MOE_EP_HOST_DEVICE constexpr uint64_t row_pitch(int64_t row_bytes) {
   return (static_cast<uint64_t>(row_bytes) + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
 }
 
+// The same for rows that travel in low precision: whole cache lines, since a link between GPUs
+// moves lines, and rows that share one cost it packets.
+MOE_EP_HOST_DEVICE constexpr uint64_t row_pitch_in_lines(int64_t row_bytes) {
+  return LayoutBuilder::align_up(static_cast<uint64_t>(row_bytes));
+}
+
 // The most that the pitches of a token's payload rows can sum to.
 MOE_EP_HOST_DEVICE constexpr uint64_t max_payload_pitch(const Geometry& g) {
   return row_pitch(g.dispatch_bytes_per_token) + (kMaxPayloads - 1) * kRowAlignment;
@@ -175,8 +184,13 @@ struct WorkspaceLayout {
   Region topk_ids;     // [ep_size * max_tokens_per_rank, top_k] int32; block s is written by rank s
   Region topk_weights;  // the same in float32
   Region payloads;      // received rows, see PayloadPlacement; block s is written by rank s
-  // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers
+  // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers. On
+  // CUDA, rows in low precision are in their source's memory instead, row_pitch_in_lines apart:
+  // block p is written by rank p.
   Region combine_rows;
+  // [ep_size * max_tokens_per_rank, kMaxRowParts] uint32: the epoch of what was pushed to these
+  // rows. Only epochs are ever written here, and compared with ==, as those of packets.
+  Region row_flags;
   // Small steps on CUDA, see PacketSlots: [ep_size, low_latency_tokens] slots, block r written by
   // rank r.
   Region dispatch_packets;
@@ -185,8 +199,14 @@ struct WorkspaceLayout {
   Region combine_packets;
   uint64_t segment_bytes = 0;
 
-  // What `initialize` zeroes begins at 0 and ends here; behind it only the packets need zeros.
+  // What `initialize` zeroes begins at 0 and ends here; behind it only row_flags and what follows
+  // need zeros, on CUDA.
   MOE_EP_HOST_DEVICE constexpr uint64_t end_of_control() const { return send_slots.offset; }
+
+  // Room for rows of either precision.
+  MOE_EP_HOST_DEVICE static constexpr uint64_t combine_rows_bytes(const Geometry& g) {
+    return static_cast<uint64_t>(g.max_rows()) * row_pitch_in_lines(g.combine_bytes_per_token);
+  }
 
   static constexpr uint64_t kHeaderStride =
       (sizeof(RoundHeader) + kFlagAlignment - 1) / kFlagAlignment * kFlagAlignment;
@@ -211,7 +231,8 @@ struct WorkspaceLayout {
     w.topk_weights = builder.take(rows * top_k * sizeof(float));
     // One alignment step a payload and row, and one a payload: see PayloadPlacement.
     w.payloads = builder.take(rows * max_payload_pitch(g) + kMaxPayloads * kRegionAlignment);
-    w.combine_rows = builder.take(rows * row_pitch(g.combine_bytes_per_token));
+    w.combine_rows = builder.take(combine_rows_bytes(g));
+    w.row_flags = builder.take(rows * kMaxRowParts * sizeof(uint32_t));
     const auto slots = ranks * static_cast<uint64_t>(g.low_latency_tokens);
     w.dispatch_packets = builder.take(slots * PacketSlots::of_dispatch(g));
     w.stats_packets = builder.take(g.low_latency_tokens > 0 ? ranks * PacketSlots::of_stats(g) : 0);
@@ -219,30 +240,6 @@ struct WorkspaceLayout {
         builder.take(ranks * static_cast<uint64_t>(g.push_slots()) * PacketSlots::of_combine(g));
     w.segment_bytes = builder.total();
     return w;
-  }
-};
-
-// Where the payloads of one round lie inside the payload region: one after the other, each of them
-// rank-major, `[ep_size * tokens_per_rank]` rows of row_bytes[i], pitch[i] apart.
-struct PayloadPlacement {
-  uint64_t offset[kMaxPayloads] = {};  // from the start of the segment
-  uint64_t pitch[kMaxPayloads] = {};
-  int32_t num_payloads = 0;
-
-  MOE_EP_HOST_DEVICE static constexpr PayloadPlacement of(const Geometry& g,
-                                                          int64_t tokens_per_rank,
-                                                          const int64_t* row_bytes,
-                                                          int32_t num_payloads) {
-    const auto rows = static_cast<uint64_t>(g.ep_size) * static_cast<uint64_t>(tokens_per_rank);
-    PayloadPlacement placement;
-    placement.num_payloads = num_payloads;
-    uint64_t next = WorkspaceLayout::of(g).payloads.offset;
-    for (int32_t i = 0; i < num_payloads; ++i) {
-      placement.offset[i] = next;
-      placement.pitch[i] = row_pitch(row_bytes[i]);
-      next = LayoutBuilder::align_up(next + rows * placement.pitch[i]);
-    }
-    return placement;
   }
 };
 

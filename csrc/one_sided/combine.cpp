@@ -24,6 +24,7 @@ namespace {
 void stage(const CombineParams& p, const Segment& own, const ParallelFor& parallel_for) {
   if (p.expert_output == nullptr) return;
   const int64_t row_bytes = travelling_row_bytes(p);
+  const uint64_t pitch = travelling_row_pitch(p);
   const RowCopy copy_row(
       bytes_of_round(p.workspace.geometry.ep_size, p.tokens_per_rank, row_bytes));
   for (int32_t source = 0; source < p.workspace.geometry.ep_size; ++source) {
@@ -34,7 +35,7 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
                  [&](int64_t begin, int64_t end) {
                    for (int64_t row = first + begin; row < first + end; ++row) {
                      const uint8_t* from = p.expert_output + row * p.expert_output_stride;
-                     uint8_t* to = own.combine_row(row, row_bytes);
+                     uint8_t* to = own.combine_row(row, pitch);
                      if (p.low_precision) {
                        quantize_row_to_fp8(from, p.hidden_size, p.row_type, to);
                      } else {
@@ -49,15 +50,14 @@ void stage(const CombineParams& p, const Segment& own, const ParallelFor& parall
 void pull(const CombineParams& p, const WorkspaceLayout& layout, const Segment& own, int64_t token,
           float* sum) {
   const Geometry& g = p.workspace.geometry;
-  const int64_t row_bytes = travelling_row_bytes(p);
+  const uint64_t pitch = travelling_row_pitch(p);
   const SendSlot* slots = own.send_slots() + token * g.max_destinations();
   const int64_t first = static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank;
   const uint8_t* rows[kMaxTopK];
   int32_t num_rows = 0;
   for (; num_rows < g.max_destinations() && slots[num_rows].rank >= 0; ++num_rows) {
     const SendSlot& slot = slots[num_rows];
-    rows[num_rows] =
-        Segment(p.workspace, layout, slot.rank).combine_row(first + slot.row, row_bytes);
+    rows[num_rows] = Segment(p.workspace, layout, slot.rank).combine_row(first + slot.row, pitch);
   }
   if (p.quantized == nullptr) {
     uint8_t* out = p.output + token * p.hidden_size * row_type_bytes(p.row_type);

@@ -9,45 +9,68 @@
 namespace moe_ep::one_sided {
 namespace {
 
-// Few tokens: some batches of loads of a warp, so that few rows are quantised by many warps. Many:
-// few enough items for the counters, short enough for an even end (to be measured).
-constexpr uint32_t kFewStageItemShift = 4;  // 16 blocks of a scale, 2048 elements
-constexpr uint32_t kStageItemShift = 5;
-constexpr uint32_t kPiecesPerItem = 4;
+// Pieces of an item of a sum, and of a part of a row as a power of two, so that no item lies in two
+// parts. Few tokens: many warps for each row. Many: few enough parts for the flags over the link,
+// whole lines of scales; few enough items for the counters, short enough for an even end.
+constexpr uint32_t kFewPiecesPerItem = 1;
+constexpr uint32_t kPiecesPerItem = 2;
+constexpr uint32_t kFewPieceShift = 1;  // 2048 elements
+constexpr uint32_t kPieceShift = 2;
+static_assert((1 << kFewPieceShift) % kFewPiecesPerItem == 0 &&
+              (1 << kPieceShift) % kPiecesPerItem == 0);
+// Elements of a part are counted in 32 bits.
+constexpr int64_t kMaxFp8Elements = int64_t{1} << 30;
 
 uint32_t pieces_per_row(const CombineKernelParams& p) {
   return static_cast<uint32_t>(
       divide_up(static_cast<uint64_t>(p.hidden_size), static_cast<uint64_t>(kFp8PieceElements)));
 }
 
+template <bool kQuantized>
+cudaError_t launch_fp8(const Fp8Combine& params, const LaunchShape& shape,
+                       const CudaContext& context) {
+  switch (params.combine.row_type) {
+    case RowType::kFloat32:
+      return launch(combine_fp8_kernel<RowType::kFloat32, kQuantized>, shape, context, params);
+    case RowType::kFloat16:
+      return launch(combine_fp8_kernel<RowType::kFloat16, kQuantized>, shape, context, params);
+    case RowType::kBFloat16:
+      return launch(combine_fp8_kernel<RowType::kBFloat16, kQuantized>, shape, context, params);
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 cudaError_t launch_combine_fp8(const CombineKernelParams& p, const CudaContext& context) {
-  if (p.pitch > kMaxPitch) return cudaErrorInvalidValue;
+  if (p.hidden_size > kMaxFp8Elements) return cudaErrorInvalidValue;
   int multiprocessors = 0;
   const cudaError_t error = multiprocessors_to_fill(&multiprocessors);
   if (error != cudaSuccess) return error;
   const bool is_small = p.tokens_per_rank <= kMaxDirectTokens;
-  const uint32_t per_item = is_small ? 1 : kPiecesPerItem;
-  const uint64_t items = tokens_per_rank(p) * SumPlan::items_per_row(pieces_per_row(p), per_item);
-  if (items > kMaxItems) return cudaErrorInvalidValue;
   const Fp8Row row = Fp8Row::of(p.hidden_size);
-  const StagePlan stage =
-      StagePlan::of(p, row.num_blocks, is_small ? kFewStageItemShift : kStageItemShift);
-  const int ctas =
-      ctas_for(std::max(items, stage.max_items(p)), kFp8SumWarps, kFp8CtasPerSm * multiprocessors);
-  const Fp8Combine params{p, stage, SumPlan(p, pieces_per_row(p), per_item, ctas, kFp8SumWarps),
-                          row};
+  const RowParts parts = RowParts::of(row, is_small ? kFewPieceShift : kPieceShift);
+  const uint32_t per_item = is_small ? kFewPiecesPerItem : kPiecesPerItem;
+  const uint64_t items = tokens_per_rank(p) * SumPlan::items_per_row(pieces_per_row(p), per_item);
+  const uint64_t most_parts =
+      tokens_per_rank(p) * static_cast<uint64_t>(p.workspace.ep_size) * parts.count;
+  if (std::max(items, most_parts) > kMaxItems) return cudaErrorInvalidValue;
+  // Few are spread over all multiprocessors, a warp of each.
+  const int ctas = ctas_for(std::max(items, most_parts), 1, multiprocessors);
+  const Fp8Combine params{
+      .combine = p,
+      .row = row,
+      .parts = parts,
+      .by_ranks = FastDivider(p.workspace.ep_size),
+      .pushers =
+          Share(static_cast<uint32_t>(most_parts), static_cast<uint32_t>(ctas), kFp8PushWarps, 1),
+      .sums = SumPlan(p, pieces_per_row(p), per_item, ctas, kFp8EarlyWarps),
+      .arrived = RowBlocks::pushed(p),
+      .reads_come_first = reads_come_first(p),
+  };
   const LaunchShape shape{ctas, kFp8Threads, 0};
-  switch (p.row_type) {
-    case RowType::kFloat32:
-      return launch(combine_fp8_kernel<RowType::kFloat32>, shape, context, params);
-    case RowType::kFloat16:
-      return launch(combine_fp8_kernel<RowType::kFloat16>, shape, context, params);
-    case RowType::kBFloat16:
-      return launch(combine_fp8_kernel<RowType::kBFloat16>, shape, context, params);
-  }
-  return cudaErrorInvalidValue;
+  return p.output_is_quantized ? launch_fp8<true>(params, shape, context)
+                               : launch_fp8<false>(params, shape, context);
 }
 
 }  // namespace moe_ep::one_sided

@@ -31,32 +31,42 @@ inline uint32_t vectors_per_row(const CombineKernelParams& p) {
 }
 
 // Bringing the expert outputs into the workspace, where that is needed. The rows of one source's
-// block are one run of units, which are 16-byte chunks where rows are copied, and the blocks of a
-// scale where they are quantised; an item is so many of them.
+// block are one run of 16-byte chunks; an item is so many of them.
 struct StagePlan {
-  int32_t units_per_row;
-  uint32_t item_shift;  // an item is 2^item_shift units
+  int32_t chunks_per_row;
+  uint32_t item_shift;  // an item is 2^item_shift chunks
   FastDivider by_row;
 
-  static StagePlan of(const CombineKernelParams& p, int64_t units_per_row,
-                      uint32_t min_item_shift) {
-    const auto units = static_cast<int32_t>(units_per_row);
-    StagePlan plan{units, min_item_shift, FastDivider(std::max(units, 1))};
+  static StagePlan of(const CombineKernelParams& p, uint32_t min_item_shift) {
+    const auto chunks = static_cast<int32_t>(p.pitch / kRowAlignment);
+    StagePlan plan{chunks, min_item_shift, FastDivider(std::max(chunks, 1))};
     while (plan.max_items(p) > kMaxItems / 2) ++plan.item_shift;
     return plan;
-  }
-  // Rows that are copied.
-  static StagePlan of(const CombineKernelParams& p, uint32_t min_item_shift) {
-    return of(p, static_cast<int64_t>(p.pitch / kRowAlignment), min_item_shift);
   }
   // If all rows have tokens. A block without rows is an item, too: it is published.
   uint64_t max_items(const CombineKernelParams& p) const {
     if (p.expert_output == nullptr) return 0;
-    const uint64_t units = tokens_per_rank(p) * static_cast<uint64_t>(units_per_row);
+    const uint64_t chunks = tokens_per_rank(p) * static_cast<uint64_t>(chunks_per_row);
     return static_cast<uint64_t>(p.workspace.ep_size) *
-           std::max<uint64_t>(1, divide_up(units, uint64_t{1} << item_shift));
+           std::max<uint64_t>(1, divide_up(chunks, uint64_t{1} << item_shift));
   }
 };
+
+// Whether expert outputs lie where this rank's sums go, or the next rows of a source: flags and
+// sums must then follow all reads.
+inline bool reads_come_first(const CombineKernelParams& p) {
+  const DeviceWorkspace& w = p.workspace;
+  const int64_t rows = static_cast<int64_t>(w.ep_size) * p.tokens_per_rank;
+  const uint8_t* const end =
+      p.expert_output + std::max<int64_t>(rows - 1, 0) * p.expert_output_stride + p.row_bytes;
+  const auto meets = [&](const uint8_t* begin, int64_t bytes) {
+    return p.expert_output < begin + bytes && begin < end;
+  };
+  const int64_t workspace =
+      (w.ep_size - 1) * w.rank_stride + static_cast<int64_t>(w.layout.segment_bytes);
+  return meets(w.base, workspace) ||
+         (p.output != nullptr && meets(p.output, p.num_tokens * p.row_bytes));
+}
 
 // CTAs for so many pieces of work, each for one warp.
 inline int ctas_for(uint64_t warps, int warps_per_cta, int max_ctas) {

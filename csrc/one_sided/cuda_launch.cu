@@ -117,7 +117,7 @@ CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& con
   k.hidden_size = p.hidden_size;
   k.row_type = p.row_type;
   k.row_bytes = p.hidden_size * row_type_bytes(p.row_type);
-  k.pitch = row_pitch(travelling_row_bytes(p));
+  k.pitch = travelling_row_pitch(p);
   k.expert_output = p.expert_output;
   k.expert_output_stride = p.expert_output_stride;
   k.expert_output_is_aligned = is_aligned(p.expert_output, p.expert_output_stride, k.row_bytes);
@@ -146,8 +146,8 @@ cudaError_t initialize_on_device(const WorkspaceView& workspace, cudaStream_t st
   uint8_t* segment = workspace.segment(workspace.ep_rank);
   const cudaError_t error = cudaMemsetAsync(segment, 0, layout.end_of_control(), stream);
   if (error != cudaSuccess) return error;
-  const uint64_t packets = layout.dispatch_packets.offset;
-  return cudaMemsetAsync(segment + packets, 0, layout.segment_bytes - packets, stream);
+  const uint64_t flags = layout.row_flags.offset;
+  return cudaMemsetAsync(segment + flags, 0, layout.segment_bytes - flags, stream);
 }
 
 }  // namespace moe_ep::one_sided

@@ -6,6 +6,7 @@
 
 #include "core/device_signal.cuh"
 #include "core/expert_partition.h"
+#include "core/payload_placement.h"
 #include "core/status_page.h"
 #include "core/workspace_layout.h"
 #include "one_sided/params.h"

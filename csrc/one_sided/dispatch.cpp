@@ -152,11 +152,10 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
   const WorkspaceLayout layout = WorkspaceLayout::of(p.workspace.geometry);
   const Segment own(p.workspace, layout, p.workspace.ep_rank);
   ControlBlock& control = own.control();
-  control.epoch += 1;
+  begin_round(control, p.active);
   control.phase = Phase::kDispatch;
   control.num_tokens = p.num_tokens;
   control.tokens_per_rank = p.tokens_per_rank;
-  control.active = p.active;
 
   int32_t rows_to[kMaxEpSize];
   const Geometry& g = p.workspace.geometry;

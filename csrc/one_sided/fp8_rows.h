@@ -17,6 +17,12 @@ inline int64_t travelling_row_bytes(const CombineParams& p) {
   return p.hidden_size * row_type_bytes(p.row_type);
 }
 
+// From one such row to the next.
+inline uint64_t travelling_row_pitch(const CombineParams& p) {
+  if (p.low_precision) return Fp8Row::of(p.hidden_size).pitch;
+  return row_pitch(travelling_row_bytes(p));
+}
+
 // row: [hidden_size] elements of `type`; out: an Fp8Row.
 void quantize_row_to_fp8(const uint8_t* row, int64_t hidden_size, RowType type, uint8_t* out);
 

@@ -14,6 +14,7 @@ void initialize(const WorkspaceView& workspace) {
   ControlBlock& control = own.control();
   control.self_address = reinterpret_cast<uint64_t>(workspace.base);
   control.fingerprint = workspace.geometry.fingerprint();
+  control.process = own_process();
   control.magic = kWorkspaceMagic;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/payload_placement.h"
 #include "core/workspace_layout.h"
 #include "one_sided/params.h"
 
@@ -27,8 +28,8 @@ class Segment {
   int32_t* eplb_stats() const { return at<int32_t>(layout_.eplb_stats.offset); }
   int32_t* topk_ids() const { return at<int32_t>(layout_.topk_ids.offset); }
   float* topk_weights() const { return at<float>(layout_.topk_weights.offset); }
-  uint8_t* combine_row(int64_t row, int64_t row_bytes) const {
-    return bytes(layout_.combine_rows.offset + static_cast<uint64_t>(row) * row_pitch(row_bytes));
+  uint8_t* combine_row(int64_t row, uint64_t pitch) const {
+    return bytes(layout_.combine_rows.offset + static_cast<uint64_t>(row) * pitch);
   }
   uint8_t* payload_row(const PayloadPlacement& placement, int32_t payload, int64_t row) const {
     return bytes(placement.offset[payload] + static_cast<uint64_t>(row) * placement.pitch[payload]);

@@ -8,6 +8,7 @@
 #include "one_sided/cpu.h"
 #include "ops/combine_args.h"
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/one_sided_backends.h"
 #include "ops/parallel.h"
 #include "ops/round_errors.h"
@@ -33,7 +34,7 @@ void run(const one_sided::CombineParams& p, ControlBlock& control) {
     case Outcome::kDone:
       break;
     case Outcome::kTimeout:
-      raise_timeout(control.timeout, p.workspace.ep_rank);
+      raise_missed(rows_of(p.workspace));
     case Outcome::kInterrupted:
       raise_interrupt();
     case Outcome::kDisagreement:

@@ -7,6 +7,7 @@
 #include "one_sided/cpu.h"
 #include "ops/dispatch_args.h"
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/one_sided_backends.h"
 #include "ops/parallel.h"
 #include "ops/round_errors.h"
@@ -14,20 +15,19 @@
 namespace moe_ep::ops {
 namespace {
 
-const ControlBlock& control_of_round(const one_sided::DispatchParams& p) {
+void check_phase(const one_sided::DispatchParams& p) {
   const ControlBlock& control = initialised_control(p.workspace);
   check_state(control.phase == Phase::kIdle, "dispatch was called twice without combine between");
-  return control;
 }
 
-void run(one_sided::DispatchParams& p, const ControlBlock& control) {
+void run(one_sided::DispatchParams& p) {
   std::vector<RoundHeader> headers(static_cast<size_t>(p.workspace.geometry.ep_size));
   p.out_headers = headers.data();
   switch (one_sided::dispatch(p, torch_parallel_for())) {
     case Outcome::kDone:
       break;
     case Outcome::kTimeout:
-      raise_timeout(control.timeout, p.workspace.ep_rank);
+      raise_missed(rows_of(p.workspace));
     case Outcome::kInterrupted:
       raise_interrupt();
     case Outcome::kDisagreement:
@@ -43,9 +43,9 @@ DispatchOutputs dispatch(Tensor workspace, Tensor topk_ids, std::optional<Tensor
   DispatchArgs args = dispatch_args({workspace, topk_ids, topk_weights, payloads, eplb_local_stats,
                                      active_rank_mask, geometry, ep_rank, invalid_expert_id,
                                      tokens_per_rank, timeout_sec});
-  const ControlBlock& control = control_of_round(args.params);
+  check_phase(args.params);
   DispatchOutputs outputs = fresh_outputs(args.params, workspace);
-  run(args.params, control);
+  run(args.params);
   return outputs;
 }
 
@@ -57,9 +57,9 @@ void dispatch_in_place(Tensor workspace, Tensor topk_ids, std::optional<Tensor> 
   DispatchArgs args = dispatch_args({workspace, topk_ids, topk_weights, payloads, eplb_local_stats,
                                      active_rank_mask, geometry, ep_rank, invalid_expert_id,
                                      tokens_per_rank, timeout_sec});
-  const ControlBlock& control = control_of_round(args.params);
+  check_phase(args.params);
   leave_in_workspace(args.params);
-  run(args.params, control);
+  run(args.params);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "one_sided/cpu.h"
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/one_sided_backends.h"
 #include "ops/round_errors.h"
 #include "ops/workspace_args.h"
@@ -58,7 +59,7 @@ Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
 void check_workspace(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   auto& control = *reinterpret_cast<ControlBlock*>(view.segment(view.ep_rank));
-  if (control.timeout.recorded) raise_timeout(control.timeout, view.ep_rank);
+  if (control.timeout.recorded) raise_missed(rows_of(view));
   const InvalidIdRecord invalid = initialised_control(view).invalid_id;
   control.invalid_id.count = 0;
   if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank, view.geometry.num_experts);

@@ -14,33 +14,68 @@ void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank, int32_t n
        ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
 }
 
+namespace {
+
+// What can be done; the end of every such message.
+constexpr const char* kRemedy =
+    " Call reinitialize on the ranks that go on, and mask the others off where the backend takes a "
+    "mask; or re-create the communication, without it if it is dead.";
+
+const char* words_for(Missed why) {
+  switch (why) {
+    case Missed::kProcessEnded:
+      return "whose process has ended";
+    case Missed::kInterrupted:
+      return "where a signal handler ended its wait";
+    default:
+      return "which it waited for in vain";
+  }
+}
+
+}  // namespace
+
 void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
   const bool in_step = record.epoch_seen == record.epoch_expected;
   if (!in_step && epoch_reached(record.epoch_seen, record.epoch_expected)) {
     fail("MoEEpTimeoutError", "rank ", ep_rank, " met rank ", record.peer, " in ",
          phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
          " expected, ", record.epoch_seen,
-         " seen): a call failed on one of them only. Re-create the "
-         "communication on all ranks.");
+         " seen): a call failed on one of them only. Call reinitialize, or re-create the "
+         "communication, on all ranks.");
   }
-  fail("MoEEpTimeoutError", "rank ", ep_rank, " waited ", record.timeout_sec, " s in ",
-       phase_name(record.phase), " for rank ", record.peer, " (epoch ", record.epoch_expected,
-       " expected, ", record.epoch_seen,
-       in_step ? " seen: it stopped among its rows). Rank " : " seen). Rank ", record.peer,
-       " may be dead, slow, or in another number of rounds; re-create the "
-       "communication, without it if it is dead.");
+  std::ostringstream found;
+  if (record.why == Missed::kDeadline) {
+    found << "waited " << record.timeout_sec << " s in " << phase_name(record.phase) << " for rank "
+          << record.peer;
+  } else {
+    found << "stopped waiting in " << phase_name(record.phase) << " for rank " << record.peer;
+  }
+  found << " (epoch " << record.epoch_expected << " expected, " << record.epoch_seen
+        << (in_step ? " seen: it stopped among its rows)" : " seen)");
+  switch (record.why) {
+    case Missed::kProcessEnded:
+      found << ", whose process has ended.";
+      break;
+    case Missed::kPeerGaveUp:
+      found << ", which has given up itself because of rank " << record.first_missed << ", "
+            << words_for(record.first_why) << ".";
+      break;
+    default:
+      found << ". Rank " << record.peer << " may be dead, slow, or in another number of rounds.";
+  }
+  fail("MoEEpTimeoutError", "rank ", ep_rank, " ", found.str(), kRemedy);
 }
 
 void raise_timed_out_earlier(const TimeoutRecord& record) {
   fail("MoEEpStateError", "a wait on rank ", record.peer,
-       " timed out earlier, so the ranks are out of step: destroy this communication and create "
-       "it again, without that rank if it is dead");
+       " timed out earlier, so the ranks are out of step: initialise the workspace again on all "
+       "ranks that go on, or create it again, without that rank if it is dead");
 }
 
 void raise_interrupt() {
   fail("Interrupted",
-       "a signal handler ended the wait; the round is lost, re-create the "
-       "communication on all ranks");
+       "a signal handler ended the wait; the round is lost, call reinitialize, or re-create the "
+       "communication, on all ranks");
 }
 
 void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {

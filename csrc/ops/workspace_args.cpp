@@ -12,12 +12,12 @@ namespace {
 
 std::atomic<InterruptCheck> interrupt_check{nullptr};
 
+}  // namespace
+
 WorkspaceRows rows_of(const one_sided::WorkspaceView& view) {
   return {view.base, view.rank_stride, view.ep_rank, view.geometry.ep_size,
           static_cast<int64_t>(WorkspaceLayout::of(view.geometry).segment_bytes)};
 }
-
-}  // namespace
 
 int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high) {
   check(value >= low && value <= high, name, " must be in [", low, ", ", high, "], got ", value);
@@ -191,8 +191,7 @@ void check_outside_workspace(const char* name, const Tensor& tensor,
 bool is_combine_input(const Tensor& rows, const one_sided::WorkspaceView& workspace) {
   const WorkspaceLayout layout = WorkspaceLayout::of(workspace.geometry);
   const uint8_t* begin = workspace.segment(workspace.ep_rank) + layout.combine_rows.offset;
-  const uint64_t bytes = static_cast<uint64_t>(workspace.geometry.max_rows()) *
-                         row_pitch(workspace.geometry.combine_bytes_per_token);
+  const uint64_t bytes = WorkspaceLayout::combine_rows_bytes(workspace.geometry);
   if (!overlaps(rows, begin, begin + bytes)) return false;
   const auto element = static_cast<int64_t>(rows.element_size());
   const auto pitch = static_cast<int64_t>(row_pitch(rows.size(1) * element));

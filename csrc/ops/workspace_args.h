@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "core/payload_placement.h"
 #include "core/workspace_layout.h"
 #include "one_sided/params.h"
 #include "one_sided/segment.h"
@@ -33,6 +34,7 @@ struct WorkspaceRows {
 // Checks type and shape of `[ep_size, segment_bytes]`; not yet whether it was initialised.
 WorkspaceRows workspace_rows(const Tensor& workspace, int64_t ep_size, int64_t segment_bytes,
                              int64_t ep_rank);
+WorkspaceRows rows_of(const one_sided::WorkspaceView& workspace);
 one_sided::WorkspaceView workspace_from(const Tensor& workspace, const Geometry& geometry,
                                         int64_t ep_rank);
 

@@ -9,22 +9,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "core/workspace_layout.h"
+#include "transport/same_call.h"
 #include "transport/wait_for_peers.h"
 
 namespace moe_ep {
-
-inline bool same_round(const RoundHeader& a, const RoundHeader& b) {
-  return a.tokens_per_rank == b.tokens_per_rank && a.has_weights == b.has_weights &&
-         a.has_stats == b.has_stats && a.num_payloads == b.num_payloads &&
-         std::equal(a.row_bytes, a.row_bytes + kMaxPayloads, b.row_bytes);
-}
-
-inline bool same_rows(const CombineFlag& a, const CombineFlag& b) {
-  return a.row_type == b.row_type && a.hidden_size == b.hidden_size &&
-         a.low_precision == b.low_precision;
-}
 
 // `SegmentOf(rank)` gives a segment with control(), round_header(source) and combine_flag(owner).
 template <typename SegmentOf>
@@ -44,6 +35,7 @@ class Agreement {
       header.has_weights = round.has_weights;
       header.has_stats = round.has_stats;
       header.num_payloads = round.num_payloads;
+      header.signature = signature_of(how_.active);
       std::copy_n(round.row_bytes, kMaxPayloads, header.row_bytes);
       signal(&header.dispatched, control_.epoch, &segment.control().sleepers);
     });
@@ -54,11 +46,18 @@ class Agreement {
   Outcome meet_in_dispatch(RoundHeader* out_headers) const {
     const Deadline deadline = deadline_in(how_.timeout_sec);
     const auto segment = own();
-    const Outcome met = wait_for_peers(how_, control_, deadline, [&](int32_t peer) {
-      return &segment.round_header(peer).dispatched;
+    const auto flag_of = [&](int32_t peer) { return &segment.round_header(peer).dispatched; };
+    const Outcome met = wait_for_peers(how_, control_, deadline, flag_of, [&](int32_t peer) {
+      return load_acquire(flag_of(peer)) == control_.epoch ? other_mask(peer)
+                                                           : obstacle(peer, flag_of(peer));
     });
-    if (met != Outcome::kDone || headers_agree()) return met;
-    return close_round(out_headers, deadline);
+    if (met != Outcome::kDone) return met;
+    for (int32_t peer = 0; peer < how_.ep_size; ++peer) {
+      if (!how_.active.contains(peer)) continue;
+      const std::optional<Obstacle> differs = other_mask(peer);
+      if (differs) return record_missed(how_, control_, {peer, control_.epoch, *differs});
+    }
+    return headers_agree() ? met : close_round(out_headers, deadline);
   }
 
   // Publishes, with the flag, all that this rank has written for its peers, and waits for theirs.
@@ -99,10 +98,24 @@ class Agreement {
     return agree;
   }
 
+  // Of a peer whose header of this round is there. Ranks whose masks differ cannot meet to close
+  // the round: each ends it for itself.
+  std::optional<Obstacle> other_mask(int32_t peer) const {
+    if (own().round_header(peer).signature == signature_of(how_.active)) return std::nullopt;
+    return Obstacle{Missed::kMasksDiffer, peer, Missed::kMasksDiffer};
+  }
+
+  // Of a peer whose flag is not there.
+  std::optional<Obstacle> obstacle(int32_t peer, const uint32_t* flag) const {
+    const auto found = obstacle_of(segment_of_(peer).control(), peer, ep_rank_, control_.epoch);
+    return epoch_reached(load_acquire(flag), control_.epoch) ? std::nullopt : found;
+  }
+
   Outcome wait_for_flags(Deadline deadline) const {
     const auto segment = own();
-    return wait_for_peers(how_, control_, deadline,
-                          [&](int32_t peer) { return &segment.combine_flag(peer).ready; });
+    const auto flag_of = [&](int32_t peer) { return &segment.combine_flag(peer).ready; };
+    return wait_for_peers(how_, control_, deadline, flag_of,
+                          [&](int32_t peer) { return obstacle(peer, flag_of(peer)); });
   }
 
   // All ranks see the same headers, so all come here together. They meet once more, so that none

@@ -72,14 +72,14 @@ class DispatchRows {
            std::ranges::all_of(from_, [](const Incoming& in) { return in.stream.is_done(); });
   }
 
-  int32_t awaited_peer() const {
+  template <typename Visit>
+  void for_each_awaited(Visit visit) const {
     for (const Incoming& in : from_) {
-      if (!in.stream.is_done()) return in.peer;
+      if (!in.stream.is_done()) visit(in.peer);
     }
     for (const Outgoing& out : to_) {
-      if (!out.stream.is_done()) return out.peer;
+      if (!out.stream.is_done()) visit(out.peer);
     }
-    return p_.workspace.ep_rank;  // not reached: something is missing
   }
 
   // Makes the rows visible to other threads of this process.
@@ -160,7 +160,9 @@ Outcome alltoallv(const AlltoallvParams& p) {
   DispatchRows rows(p, layout, own);
   const Outcome outcome = exchange(PeerWait{g.ep_size, RankMask::all(g.ep_size), Phase::kDispatch,
                                             p.timeout_sec, p.workspace.interrupted},
-                                   own, rows);
+                                   p.workspace.ep_rank, own, rows, [&](int32_t peer) -> auto& {
+                                     return Segment(p.workspace, layout, peer).control();
+                                   });
   rows.finish();
   return outcome;
 }

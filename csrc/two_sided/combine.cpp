@@ -65,12 +65,12 @@ class CombineRows {
            });
   }
 
-  int32_t awaited_peer() const {
-    if (missing_ >= 0 && token_ < p_.num_tokens) return missing_;
+  template <typename Visit>
+  void for_each_awaited(Visit visit) const {
+    if (missing_ >= 0 && token_ < p_.num_tokens) visit(missing_);
     for (const Source& source : sources_) {
-      if (!source.stream.is_done()) return source.rank;
+      if (!source.stream.is_done()) visit(source.rank);
     }
-    return p_.workspace.ep_rank;  // not reached: something is missing
   }
 
   // What was not formed must not look like a sum.
@@ -96,7 +96,7 @@ class CombineRows {
 
   // Returns false where a row has not come yet.
   bool sum_token() {
-    const uint8_t* rows[kMaxTopK];
+    const uint8_t* rows[kMaxTopK] = {};
     int32_t with_row[kMaxTopK];
     int32_t num_rows = 0;
     for (int32_t rank = 0; rank < p_.workspace.geometry.ep_size; ++rank) {
@@ -145,14 +145,17 @@ Outcome combine(const CombineParams& p) {
 
   const PeerWait how{g.ep_size, RankMask::all(g.ep_size), Phase::kCombine, p.timeout_sec,
                      p.workspace.interrupted};
-  const Agreement agreement(how, p.workspace.ep_rank,
-                            [&](int32_t rank) { return Segment(p.workspace, layout, rank); });
+  const auto segment_of = [&](int32_t rank) { return Segment(p.workspace, layout, rank); };
+  const Agreement agreement(how, p.workspace.ep_rank, segment_of);
   CombineFlag flag{};
   flag.row_type = static_cast<int32_t>(p.row_type);
   flag.hidden_size = p.hidden_size;
   CombineRows rows(p, layout, own);
   Outcome outcome = agreement.meet_in_combine(flag);
-  if (outcome == Outcome::kDone) outcome = exchange(how, own, rows);
+  if (outcome == Outcome::kDone) {
+    outcome = exchange(how, p.workspace.ep_rank, own, rows,
+                       [&](int32_t peer) -> auto& { return segment_of(peer).control(); });
+  }
   if (outcome == Outcome::kTimeout || outcome == Outcome::kInterrupted) rows.poison_rest();
   return outcome;
 }

@@ -67,13 +67,13 @@ Outcome prepare(const PrepareParams& p) {
   const FifoLayout layout = FifoLayout::of(g);
   const Segment own(p.workspace, layout, p.workspace.ep_rank);
   ControlBlock& control = own.control();
-  control.epoch += 1;
+  const RankMask all = RankMask::all(g.ep_size);
+  begin_round(control, all);
   control.phase = Phase::kDispatch;
   control.num_tokens = p.num_tokens;
   control.tokens_per_rank = p.tokens_per_rank;
   own.round_state().rows_delivered = 0;
 
-  const RankMask all = RankMask::all(g.ep_size);
   route(p, own,
         TokenRouter({p.topk_ids, p.ids_are_int64, g.top_k, p.invalid_expert_id, all}, g.num_experts,
                     g.ep_size));

@@ -46,6 +46,7 @@ class CakeAlltoAll(MoEEpCommunication):
     config_type = CakeAlltoAllConfig
     supports_cuda_graph = True
     supports_torch_compile = True
+    _has_graph_ops = True
     one_host_only = True
 
     @classmethod
@@ -128,8 +129,8 @@ class CakeAlltoAll(MoEEpCommunication):
             on `device`: then it is read when the kernel runs, also in a captured graph. Tokens to
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
             ranks are active. Mask a rank only once it is dead or has returned from its last
-            combine: nobody waits until it has read what it still needs. It cannot come back into
-            this object, nor into those that share its workspace.
+            combine: nobody waits until it has read what it still needs. To have it back, call
+            `reinitialize` on it and on the others, before its bit is set again.
         """
         self._exchange.check_call("dispatch", active_rank_mask)
         return self._run_dispatch(

@@ -19,7 +19,7 @@ def reason_against(device: torch.device | None) -> str | None:
 
     device: None asks whether any would do.
     """
-    return cuda_support.reason_against("cake", device, _MIN_CAPABILITY)
+    return cuda_support.reason_against("cake", _MIN_CAPABILITY, device)
 
 
 def geometry_of(

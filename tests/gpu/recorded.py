@@ -43,8 +43,10 @@ class Step:
         stamp: int,
         counts: Sequence[int],
         tokens_per_rank: int,
+        *,
+        low_precision: bool = False,
     ) -> Step:
-        """counts: the number of tokens of every rank."""
+        """counts: the number of tokens of every rank; low_precision: how rows travel back."""
         params, size, rank = communication.params, communication.ep_size, communication.ep_rank
         sent = [
             tokens_of(params, stamp, source, n, communication.device)
@@ -54,7 +56,7 @@ class Step:
             mine=sent[rank],
             tokens_per_rank=tokens_per_rank,
             received=received_by(params, size, rank, tokens_per_rank, sent),
-            sums=expected_sums(params, size, sent[rank]),
+            sums=expected_sums(params, size, sent[rank], low_precision=low_precision),
         )
 
     def dispatch(self, communication: MoEEpCommunication) -> MoEEpDispatchResult:

@@ -44,14 +44,26 @@ def combine_in_place(
 
 
 def play_overlapping(
-    context: RankContext, backend: str, params: MoEEpCommParams, where: str, times: int
+    context: RankContext,
+    backend: str,
+    params: MoEEpCommParams,
+    where: str,
+    times: int,
+    low_precision: bool = False,
 ) -> None:
     """Body: all capacities, `times` times."""
-    with create(context, params, backend) as communication:
+    options = {"use_low_precision_combine": True} if low_precision else {}
+    with create(context, params, backend, **options) as communication:
         size = communication.ep_size
         delays = Delays(context.rank, communication.device)
         steps = [
-            Step.of(communication, stamp, [most - source % 2 for source in range(size)], most)
+            Step.of(
+                communication,
+                stamp,
+                [most - source % 2 for source in range(size)],
+                most,
+                low_precision=low_precision,
+            )
             for stamp, most in enumerate(CAPACITIES)
         ]
         verdict = Verdict(params, size, context.rank, len(steps), communication.device)
@@ -63,7 +75,7 @@ def play_overlapping(
         verdict.require()
 
 
-@on_each(having="zero_copy", devices=EVERYWHERE)
+@on_each(having="workspace", devices=EVERYWHERE)
 @pytest.mark.parametrize("where", ["received", "output"])
 @pytest.mark.parametrize("hidden_size", [64, 37])
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -78,5 +90,24 @@ def test_no_row_is_overwritten_before_it_is_read(
         params=MoEEpCommParams(24, 4, max(CAPACITIES), hidden_size),
         where=where,
         times=1 if device == CPU else 30,
+        seconds=60,
+    )
+
+
+@on_each(having="low_precision", devices=EVERYWHERE)
+@pytest.mark.parametrize("where", ["received", "output"])
+@pytest.mark.parametrize("size", [2, 8])
+def test_no_row_is_overwritten_before_it_is_quantised(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, where: str
+) -> None:
+    ranks(
+        size,
+        play_overlapping,
+        device=device,
+        backend=backend.name,
+        params=MoEEpCommParams(24, 4, max(CAPACITIES), 1160),
+        where=where,
+        times=1 if device == CPU else 30,
+        low_precision=True,
         seconds=60,
     )

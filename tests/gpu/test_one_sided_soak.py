@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, MoEEpCommunication, _native
-from tests.backends import Backend, on_shared_gpus
+from tests.backends import GPUS, Backend, on_each, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.gpu.device_rounds import Verdict, expected_sums, partial_rows, tokens_of
 from tests.gpu.recorded import Delays, Recorded, Step
@@ -119,7 +119,12 @@ class SoakRounds:
     All sums are judged, and what came in four rounds of five.
     """
 
-    def __init__(self, communication: MoEEpCommunication, capacities: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        communication: MoEEpCommunication,
+        capacities: tuple[int, ...],
+        low_precision: bool,
+    ) -> None:
         params, size = communication.params, communication.ep_size
         rank, device = communication.ep_rank, communication.device
         plan = random.Random(size)  # the same on every rank
@@ -128,7 +133,9 @@ class SoakRounds:
         for index in range(ROUNDS_IN_A_GRAPH):
             most = capacities[index % len(capacities)]
             counts = [plan.randint(0, most) for _ in range(size)]
-            self._steps.append(Step.of(communication, index, counts, most))
+            self._steps.append(
+                Step.of(communication, index, counts, most, low_precision=low_precision)
+            )
         # What comes is judged bit for bit, so the experts need not compute from it again.
         self._partials = [partial_rows(params, size, rank, step.received) for step in self._steps]
         self._delays = Delays(100 * size + rank, device)
@@ -148,8 +155,7 @@ class SoakRounds:
                 verdict.judge_received(index, result, step.received)
                 if index % 5 in (0, 2):
                     buffer = communication.get_combine_input_buffer()
-                    assert buffer is not None
-                    partial = buffer.copy_(partial)
+                    partial = partial if buffer is None else buffer.copy_(partial)
                 self._delays.maybe(0.3, 10, 60)
             combined = communication.combine(partial)
         assert combined is not None
@@ -161,15 +167,16 @@ def soak_from_a_graph(
     backend: str,
     params: MoEEpCommParams,
     capacities: tuple[int, ...],
-    enable_pdl: bool,
+    options: dict[str, bool],
     rounds: int,
 ) -> tuple[int, float]:
     """Body: replay one graph of some rounds, with more delays between the replays; return how many
     rounds that were, and the seconds they took.
     """
-    with create(context, params, backend, enable_pdl=enable_pdl) as communication:
+    with create(context, params, backend, **options) as communication:
         device = communication.device
-        soaked = SoakRounds(communication, capacities)
+        low_precision = options.get("use_low_precision_combine", False)
+        soaked = SoakRounds(communication, capacities, low_precision)
         soaked.play()
         communication.check()
         soaked.verdict.require()
@@ -211,6 +218,8 @@ def test_no_captured_round_is_wrong_however_the_ranks_drift(
     geometry: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if not backend.pdl and not enable_pdl:
+        pytest.skip(f"{backend} has no programmatic launch to do without")
     capacities = GEOMETRIES[geometry]
     results = ranks(
         size,
@@ -220,14 +229,45 @@ def test_no_captured_round_is_wrong_however_the_ranks_drift(
         backend=backend.name,
         params=MoEEpCommParams(64, TOP_K, max(capacities), 1024),
         capacities=capacities,
-        enable_pdl=enable_pdl,
+        options={"enable_pdl": enable_pdl} if backend.pdl else {},
         rounds=ROUNDS,
     )
+    how = f"{backend}, {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, {geometry}"
+    report(results, how, capsys)
+
+
+@on_each(having="low_precision", devices=GPUS)
+@pytest.mark.parametrize("enable_pdl", [True, False], ids=["PDL", "no PDL"])
+@pytest.mark.parametrize("size", SIZES)
+def test_no_captured_round_in_low_precision_is_wrong_however_the_ranks_drift(
+    ranks: RunOnRanks,
+    backend: Backend,
+    device: str,
+    size: int,
+    enable_pdl: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = ranks(
+        size,
+        soak_from_a_graph,
+        device=device,
+        seconds=SECONDS,
+        backend=backend.name,
+        params=MoEEpCommParams(64, TOP_K, 264, 5000),
+        capacities=(160, 3, 264, 40, 1),
+        options={"enable_pdl": enable_pdl, "use_low_precision_combine": True},
+        rounds=ROUNDS,
+    )
+    how = f"{backend}, {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, FP8"
+    report(results, how, capsys)
+
+
+def report(results: list[tuple[int, float]], how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Require that all ranks have played so many rounds, and print how many.
+
+    results: of every rank, as soak_from_a_graph returns them.
+    """
     played, seconds = zip(*results, strict=True)
     assert min(played) == max(played) >= ROUNDS
     with capsys.disabled():
-        print(
-            f"\nsoak: {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, {geometry}, "
-            f"{min(capacities)} to {max(capacities)} tokens: {played[0]} rounds on every rank, "
-            f"none wrong, {max(seconds):.1f} s"
-        )
+        print(f"\nsoak: {how}: {played[0]} rounds on every rank, none wrong, {max(seconds):.1f} s")

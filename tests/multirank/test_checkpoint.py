@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from moe_ep import (
     MoEEpConfigError,
     MoEEpPlatformError,
     MoEEpStateError,
+    MoEEpTimeoutError,
     _native,
     create_communication,
     symmetric_memory,
@@ -39,7 +41,9 @@ pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 8, 40)
 COUNTS = (5, 0, 8)
 ROUNDS = [random_round(PARAMS, COUNTS, seed) for seed in range(3)]
-with_memory = on_each(having="zero_copy")
+with_memory = on_each(having="workspace")
+# Where what a round receives lies in the memory.
+in_place = on_each(having="zero_copy")
 
 
 def shared_mappings() -> int:
@@ -109,7 +113,7 @@ def place_of_rows(communication: Any) -> tuple[int, int]:
     return where
 
 
-@with_memory
+@in_place
 @pytest.mark.parametrize("option", OPTIONS)
 def test_rounds_are_exact_after_a_restore_at_the_same_addresses(
     ranks: RunOnRanks, backend: Backend, device: str, option: str
@@ -196,7 +200,7 @@ def measure(context: RankContext, backend: str) -> tuple[int, int, int, int]:
     return size, used[0], used[1], used[2]
 
 
-@with_memory
+@in_place
 def test_the_memory_is_free_while_it_is_released(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -446,7 +450,7 @@ def fail_on_one_rank(
     return said, left, played
 
 
-@with_memory
+@in_place
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failure_half_way_breaks_the_workspace_on_all_ranks_and_leaves_nothing(
@@ -535,7 +539,7 @@ def keep_a_view(context: RankContext, backend: str, one: Round) -> bool:
         return empty and view.view(torch.int16).equal(wanted.view(torch.int16))
 
 
-@with_memory
+@in_place
 def test_a_view_of_before_is_one_of_the_new_memory(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -564,3 +568,23 @@ def test_a_view_that_is_touched_while_released_faults(
 ) -> None:
     [outcome] = ranks(1, touch_while_released, dedicated=True, backend=backend.name)
     assert outcome.exit_code == -11
+
+
+def checkpoint_alone(context: RankContext, backend: str) -> Problem | None:
+    """Body: rank 1 does not come to what rank 0 calls."""
+    bootstrap = BootstrapConfig(context.size, context.rank, device=context.device)
+    communication = create_communication(bootstrap, PARAMS, backend, timeout_sec=1)
+    if context.rank == 1:
+        time.sleep(2.5)
+        return None
+    return problem_of(communication.checkpoint_prepare)
+
+
+@every_backend
+def test_a_checkpoint_that_a_rank_does_not_come_to_is_named(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    outcomes = ranks(2, checkpoint_alone, device=device, dedicated=True, backend=backend.name)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    words = ["checkpoint_prepare: rank 0 waited", "for rank 1 to make the same call"]
+    expect(outcomes[0].value, MoEEpTimeoutError, words)

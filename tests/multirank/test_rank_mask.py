@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep import MoEEpCommParams
+from moe_ep import BootstrapConfig, MoEEpCommParams, create_communication
 from moe_ep.cake.kernels import active_rank_mask
-from tests.backends import Backend, on_each
+from tests.backends import ALL, Backend, on_each
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
@@ -176,6 +176,19 @@ def test_a_mask_that_was_not_enabled_is_refused(
         ((name, message),) = problems
         assert name == "MoEEpConfigError"
         assert "enable_rank_mask" in message
+
+
+@pytest.mark.parametrize("backend", [one.name for one in ALL if not one.masks])
+def test_a_backend_without_masks_refuses_them(backend: str) -> None:
+    bootstrap = BootstrapConfig(1, 0, device="cpu")
+    with pytest.raises(TypeError, match=f"{backend}.*no option enable_rank_mask"):
+        create_communication(bootstrap, PARAMS, backend, enable_rank_mask=True)
+    one, mask = random_round(PARAMS, (2,), seed=1), active_rank_mask([0], 1)
+    given = one.hidden_states[0], one.topk_ids[0]
+    with create_communication(bootstrap, PARAMS, backend) as communication:
+        with pytest.raises(TypeError, match="active_rank_mask"):
+            communication.dispatch(*given, active_rank_mask=mask)  # type: ignore[call-arg]
+        play_round(communication, one)
 
 
 def test_bit_i_of_the_mask_is_rank_i() -> None:

@@ -32,7 +32,9 @@ from tests.rounds import Played, Round, check, check_all, create, play_round, ra
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 8, 40)
 ROUNDS = [random_round(PARAMS, (5, 0, 8), seed) for seed in range(6)]
-with_memory = on_each(having="zero_copy")
+with_memory = on_each(having="workspace")
+# Where what a round receives lies in the memory.
+in_place = on_each(having="zero_copy")
 
 
 def dispatch(communication: MoEEpCommunication, one: Round) -> torch.Tensor:
@@ -64,7 +66,7 @@ def take_turns(
     return played, (open_descriptors() - before[0], shared_mappings() - before[1])
 
 
-@with_memory
+@in_place
 @pytest.mark.parametrize("first_to_go", [0, 1])
 def test_two_objects_take_turns_and_the_last_destroy_frees_the_memory(
     ranks: RunOnRanks, backend: Backend, device: str, first_to_go: int
@@ -173,7 +175,7 @@ def checkpoint_through_both(
     return said, played
 
 
-@with_memory
+@in_place
 def test_a_checkpoint_through_one_object_is_one_for_all(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -362,7 +364,7 @@ class OwnComm:
         self.allgather, self.barrier = comm.allgather, comm.barrier
 
 
-@with_memory
+@in_place
 def test_other_layouts_settings_and_groups_have_workspaces_of_their_own(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -391,7 +393,7 @@ def play_in_two_groups(context: RankContext, backend: str, rounds: Sequence[Roun
     return [played_again, played]
 
 
-@on_each(having="zero_copy", devices=(CPU, ONE_GPU))
+@on_each(having="workspace", devices=(CPU, ONE_GPU))
 def test_process_groups_of_their_own_make_two_rounds_at_once(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -429,7 +431,7 @@ def fork_and_create(context: RankContext, backend: str) -> tuple[int, int]:
     return status, int(view.sum())
 
 
-@on_each(having="zero_copy", devices=(CPU,))  # CUDA does not work in a forked child
+@on_each(having="workspace", devices=(CPU,))  # CUDA does not work in a forked child
 def test_a_forked_child_does_not_share(ranks: RunOnRanks, backend: Backend, device: str) -> None:
     [outcome] = ranks(1, fork_and_create, dedicated=True, backend=backend.name)
     assert outcome.error is None, outcome.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -22,7 +23,7 @@ BACKEND = NVLinkTwoSidedConfig.backend_name
 
 def test_steps_much_larger_than_a_fifo_are_exact(ranks: RunOnRanks) -> None:
     params = MoEEpCommParams(8, 4, 600, 2048)
-    geometry = geometry_of(params, 4)
+    geometry = geometry_of(params, 4, torch.device("cpu"))
     assert 300 * params.dispatch_bytes_per_token > geometry.num_slots * geometry.slot_bytes
     rounds = [
         random_round(params, n, seed, padding=0)
@@ -34,8 +35,11 @@ def test_steps_much_larger_than_a_fifo_are_exact(ranks: RunOnRanks) -> None:
 
 def test_fifos_of_a_rank_have_a_limit_together() -> None:
     params = MoEEpCommParams(256, 8, 8192, 7168)
-    sizes = [geometry_of(params, ep_size).segment_bytes for ep_size in (1, 2, 8, 9, 64, 256)]
-    assert all(size < 9 * 2**20 for size in sizes), sizes
+    for device in map(torch.device, ("cpu", "cuda")):
+        sizes = [
+            geometry_of(params, ep_size, device).segment_bytes for ep_size in (1, 2, 8, 9, 64, 256)
+        ]
+        assert all(size < 9 * 2**20 for size in sizes), sizes
 
 
 def take_turns(context: RankContext, params: MoEEpCommParams, rounds: list[Round]) -> list[Played]:
@@ -80,14 +84,14 @@ def lose_a_peer(context: RankContext, budget: int, victim: int, after: float) ->
 
 @pytest.mark.parametrize("seconds", [0.31, 0.402, 0.525])
 def test_a_peer_that_dies_at_any_place_is_named_in_time(ranks: RunOnRanks, seconds: float) -> None:
-    budget = 2
+    budget = 30  # it is not the deadline that tells
     outcomes = ranks(3, lose_a_peer, dedicated=True, budget=budget, victim=1, after=seconds)
     survivors = [outcomes[rank] for rank in (0, 2)]
     assert outcomes[1].exit_code == -signal.SIGKILL
     for outcome in survivors:
         assert outcome.error is None, outcome.error
         assert outcome.exit_code == 0
-        assert outcome.value[1] <= budget + 2
-    # One survivor may have been told that the round goes on, and then wait for the other one, who
-    # was not: it names that one.
-    assert any("for rank 1" in outcome.value[0] for outcome in survivors)
+        # Also one who was told that the round goes on, and then waits for the other one.
+        error = outcome.value[0]
+        assert re.search(r"rank 1\b.*, whose process has ended\.", error), error
+        assert outcome.value[1] <= 1

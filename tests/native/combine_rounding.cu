@@ -11,7 +11,7 @@
 
 #include "core/float_formats.h"
 #include "core/scaled_fp8.h"
-#include "one_sided/device/fp8_stage.cuh"
+#include "one_sided/device/fp8_chunk.cuh"
 #include "one_sided/device/fp8_sums.cuh"
 #include "transport/device/row_sum.cuh"
 
@@ -107,15 +107,14 @@ __global__ void unpack_all_codes(unsigned long long* fault) {
   }
 }
 
-// What a block with this largest magnitude gets, in one word.
-MOE_EP_HOST_DEVICE uint32_t mixed_scale(uint32_t largest) {
-  const Fp8Scale scale = fp8_scale_of_block(largest);
+// What a block gets, in one word.
+MOE_EP_HOST_DEVICE uint32_t mixed(const Fp8Scale& scale) {
   return float_bits(scale.scale) * 31 + float_bits(scale.multiplier) + scale.keep;
 }
 
 __global__ void scales_of_blocks(uint32_t step, uint32_t count, uint32_t* out) {
   const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < count) out[i] = mixed_scale(i * step);
+  if (i < count) out[i] = mixed(fp8_scale_by_hardware(i * step));
 }
 
 // Case c sums its first num_rows[c] rows; -1: the sum must not be formed. kBegins: the first row is
@@ -172,7 +171,7 @@ bool check_fp8_scales() {
   }
   cudaFree(scales);
   for (uint32_t i = 0; i < kCount; ++i) {
-    if (got[i] == mixed_scale(i * kStep)) continue;
+    if (got[i] == mixed(fp8_scale_of_block(i * kStep))) continue;
     std::printf("fp8: the scale for %08x differs\n", i * kStep);
     return false;
   }

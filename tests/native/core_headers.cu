@@ -11,6 +11,7 @@
 #include "core/expert_partition.h"
 #include "core/float_formats.h"
 #include "core/geometry.h"
+#include "core/payload_placement.h"
 #include "core/quantize_row.h"
 #include "core/rank_mask.h"
 #include "core/status.h"

@@ -96,8 +96,9 @@ def test_sizes_that_the_library_refuses_are_refused_before_ranks_start() -> None
 def test_settings_run_against_each_other_on_several_numbers_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     sizes = ["--hidden-size", "40", "--tokens", "3", "--num-experts", "4", "--top-k", "2"]
+    backends = "cake,cake:copy:mask:stats,cake:fp8-dispatch:fp8-combine"
     result = run_benchmark(
-        *["--ranks", "1", "2", *sizes, "--backends", "cake,cake:copy:mask:stats,cake:fp8-combine"],
+        *["--ranks", "1", "2", *sizes, "--backends", backends],
         *["--iterations", "5", "--dispatch-format", "mxfp8", "--json", str(out)],
     )
     assert result.returncode == 0, result.stderr

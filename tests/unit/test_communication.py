@@ -1,5 +1,6 @@
 """Does the base class keep every backend in the right state, whatever its hooks raise?"""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -60,7 +61,7 @@ def test_it_says_what_it_is(comm):
     assert (comm.ep_rank, comm.ep_size) == (0, 1)
     assert (comm.first_local_expert, comm.num_local_experts) == (0, 4)
     assert (comm.backend_name, comm.workspace_bytes) == ("torch_dist", 0)
-    assert (comm.supports_cuda_graph, comm.supports_torch_compile) == (True, False)
+    assert (comm.supports_cuda_graph, comm.supports_torch_compile) == (True, True)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -222,3 +223,14 @@ def test_check_raises_a_recorded_timeout_and_breaks_the_object(comm):
         comm.check()
     with pytest.raises(moe_ep.MoEEpStateError, match="broken"):
         comm.check()
+
+
+@pytest.mark.parametrize("call", ["checkpoint_prepare", "checkpoint_restore", "reinitialize"])
+def test_what_the_host_must_wait_for_is_refused_in_a_capture(comm, call, monkeypatch):
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(comm, "device", torch.device("cuda", 0))
+        on_a_gpu.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        on_a_gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(moe_ep.MoEEpStateError, match=rf"^{call} while a CUDA graph .*after"):
+            getattr(comm, call)()
+    play_round(comm)

@@ -25,7 +25,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
 
     def reason(self, min_capability: tuple[int, int]) -> str | None:
-        return cuda_support.reason_against("ours", torch.device("cuda", 0), min_capability)
+        return cuda_support.reason_against("ours", min_capability, torch.device("cuda", 0))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_config_errors_are_value_errors_and_the_others_runtime_errors():
     assert all(issubclass(cls, moe_ep.MoEEpError) for cls in TYPED)
 
 
-@pytest.mark.parametrize("cls", [*TYPED, MoEEpDisagreementError])
+@pytest.mark.parametrize("cls", [*TYPED, MoEEpDisagreementError, moe_ep.MoEEpMaskDisagreementError])
 def test_an_op_s_message_becomes_the_typed_error_it_names(cls):
     error = translate_op_error(RuntimeError(f"{cls.__name__}: rank 0: waited 2.0 s"))
     assert type(error) is cls

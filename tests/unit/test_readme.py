@@ -1,4 +1,4 @@
-"""Do the examples in README.md and docs/training.md run as they stand, with the right result?"""
+"""Do the examples in README.md and docs/ run as they stand, with the right result?"""
 
 import os
 import re
@@ -62,6 +62,12 @@ def test_training_example_runs_as_it_stands(tmp_path: Path, ranks: int) -> None:
     assert sorted(int(rank) for rank, _, _ in losses) == list(range(ranks))
     for _, first, last in losses:
         assert float(last) < 0.9 * float(first)
+
+
+def test_the_table_of_memory_is_what_its_example_prints(tmp_path: Path) -> None:
+    printed = output_of("docs/operations.md", tmp_path, ranks=1)
+    assert len(printed.splitlines()) == 8
+    assert printed in (ROOT / "docs/operations.md").read_text()
 
 
 def test_readme_example_is_short() -> None:

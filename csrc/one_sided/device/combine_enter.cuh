@@ -1,5 +1,5 @@
 // How combine kernels that pull begin: the expert rows of this rank are published, those of the
-// others awaited. combine_push exchanges the same flags beside its rows.
+// others awaited. Those that push exchange the same flags beside their rows.
 //
 // A flag {epoch, signature} goes from each owner p to each active source s, into slot p of s, when
 // all rows are complete at p: by CTA 0 at once if the experts wrote them in place, else by the warp
@@ -23,6 +23,7 @@
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/stage_rows.cuh"
 #include "one_sided/device/workspace.cuh"
+#include "transport/device/disagreement.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/schedule.cuh"
 
@@ -84,11 +85,23 @@ __device__ inline void publish_read_rows(const CombineKernelParams& p, const Com
   }
 }
 
-// By all threads of every CTA, where the experts did not write their rows in place. bring: as
-// stage_rows calls it.
-template <typename Bring>
-__device__ void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
-                                       Bring bring, StageTable& table) {
+// Where flags follow reads, and these are dealt out in `shares`: by a warp that has done its share.
+// The one that does the last sets the flags; it waits for nobody.
+__device__ inline void publish_when_read(const CombineKernelParams& p, const CombineRound& round,
+                                         uint32_t shares) {
+  __syncwarp();  // lane 0 speaks for what the other lanes have read
+  uint32_t done = 0;
+  if (lane_id() == 0) {
+    done = signal_and_count(&own_segment(p.workspace).state()->staged_items, 1) + 1;
+  }
+  if (__shfl_sync(kAllLanes, done, 0) != shares) return;
+  __syncwarp();  // and hears for them
+  publish_read_rows(p, round);
+}
+
+// By all threads of every CTA, where the experts did not write their rows in place.
+__device__ inline void stage_and_publish_rows(const CombineKernelParams& p, const StagePlan& plan,
+                                              StageTable& table) {
   const CombineRound round(p, own_segment(p.workspace).state());
   if (__syncthreads_or(round.failed()) != 0) return;  // another CTA may fail at this moment
   const int32_t* const recv_counts = own_segment(p.workspace).recv_counts();
@@ -96,15 +109,7 @@ __device__ void stage_and_publish_rows(const CombineKernelParams& p, const Stage
     if (!round.is_active(source)) return -1;
     return round.misused() ? 0 : recv_counts[source];
   };
-  stage_rows(p, plan, num_rows, bring, [&] { publish_read_rows(p, round); }, table);
-}
-
-__device__ inline void record_combine_disagreement(const DeviceWorkspace& workspace) {
-  DisagreementRecord* const record = &workspace.page->disagreement;
-  if (*const_cast<volatile uint32_t*>(&record->recorded) != 0) return;
-  record->phase = Phase::kCombine;
-  __threadfence_system();  // the host sees `recorded` last
-  *const_cast<volatile uint32_t*>(&record->recorded) = 1;
+  stage_rows(p, plan, num_rows, [&] { publish_read_rows(p, round); }, table);
 }
 
 // False: the owner was called with something else, or the wait has expired; the host is told. Not
@@ -118,29 +123,21 @@ __device__ inline bool await_rows(const CombineKernelParams& p, const CombineRou
     const Pair seen = poll_pair(flag);
     if (epoch_reached(seen.low, epoch)) {
       if (seen.low != epoch || seen.high == p.signature) return true;
-      if (blockIdx.x == 0 && !round.poisoned()) record_combine_disagreement(p.workspace);
+      if (blockIdx.x == 0 && !round.poisoned()) record_combine_disagreement(p.workspace.page);
       return false;
     }
     if (patience.exhausted(p.workspace, Phase::kCombine, owner, epoch, seen.low)) return false;
   }
 }
 
-// By all threads of every CTA: waits for the kernel before this one, and stages.
-template <typename Bring>
-__device__ void begin_staged_combine(const CombineKernelParams& p, const StagePlan& plan,
-                                     Bring bring) {
-  __shared__ StageTable table;
-  wait_for_previous_kernel();
-  stage_and_publish_rows(p, plan, bring, table);
-}
-
-// The same where rows are copied, or are in place already.
+// By all threads of every CTA: waits for the kernel before this one, and stages what the experts
+// did not write in place.
 template <bool kStaged>
 __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& plan) {
   if constexpr (kStaged) {
-    begin_staged_combine(p, plan, [&](int32_t source, uint64_t first, uint32_t count) {
-      copy_chunks(p, plan, source, first, count);
-    });
+    __shared__ StageTable table;
+    wait_for_previous_kernel();
+    stage_and_publish_rows(p, plan, table);
   } else {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);

@@ -1,26 +1,20 @@
-// Rows of scaled FP8 (core/scaled_fp8.h): how their source pulls and sums them. The bits are those
-// of one_sided/fp8_rows.cpp.
+// Rows of scaled FP8 (core/scaled_fp8.h): how their source waits for them and sums them. The bits
+// are those of one_sided/fp8_rows.cpp.
 #pragma once
 
 #include <cstdint>
 
 #include "core/scaled_fp8.h"
 #include "one_sided/cuda_params.h"
+#include "one_sided/device/bounded_wait.cuh"
 #include "one_sided/device/e4m3.cuh"
+#include "one_sided/device/fp8_round.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
-
-// A piece of a sum, by one warp: kFp8Vectors vectors of 8 elements a lane, which lie as the 16-byte
-// chunks of a row of 16-bit elements do. Its four scales in each of eight rows are a word a lane.
-inline constexpr int kFp8Elements = 8;  // of a lane in a vector
-inline constexpr int kFp8Vectors = 2;
-inline constexpr int kFp8PieceElements = kFp8Vectors * kFp8Elements * kWarpSize;
-inline constexpr int kFp8PieceBlocks = kFp8PieceElements / static_cast<int>(kFp8Block);
-inline constexpr int kMaxFp8RowsAtOnce = kWarpSize / kFp8PieceBlocks;
 
 using Fp8Sums = float[kFp8Vectors][kFp8Elements];
 
@@ -121,6 +115,27 @@ __device__ inline void add_fp8_rows(Fp8Sums& sum, const TokenRows& rows, const F
   for (int first = 0; first < rows.count; first += kMaxFp8RowsAtOnce) {
     add_counted_fp8_rows<1, kMaxFp8RowsAtOnce>(sum, rows, first, rows.count - first, place);
   }
+}
+
+// By one warp; lane j: for a part of the token's row j, of rows that are pushed here. False: the
+// wait has expired.
+__device__ inline bool await_part(const Fp8Combine& c, uint32_t epoch, const SendSlot& slot,
+                                  int count, uint32_t part) {
+  const CombineKernelParams& p = c.combine;
+  const int64_t row = static_cast<int64_t>(slot.rank) * p.tokens_per_rank + slot.row;
+  const uint32_t* const flag = own_segment(p.workspace).row_flags(row) + part;
+  bool is_late = lane_id() < count;
+  Patience patience;
+  for (;;) {
+    if (is_late) is_late = poll(flag) != epoch;
+    if (!__any_sync(kAllLanes, is_late)) break;
+    // What the flag says now is of some earlier round that had so many rows.
+    const bool gives_up =
+        is_late && patience.exhausted(p.workspace, Phase::kCombine, slot.rank, epoch, epoch - 1);
+    if (__any_sync(kAllLanes, gives_up)) return false;
+  }
+  __syncwarp();  // what one lane has waited for, all read
+  return true;
 }
 
 }  // namespace moe_ep::one_sided

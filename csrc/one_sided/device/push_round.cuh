@@ -6,6 +6,7 @@
 
 #include "core/fast_divide.h"
 #include "core/workspace_layout.h"
+#include "one_sided/combine_plan.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/packets.cuh"
 #include "one_sided/device/routing.cuh"
@@ -43,7 +44,7 @@ struct PushCombine {
                          : p.expert_output,
         .stride = in_place ? static_cast<int64_t>(p.pitch) : p.expert_output_stride,
         .rows_are_whole = in_place || p.expert_output_is_aligned,
-        .reads_come_first = !in_place && is_overwritten(p)};
+        .reads_come_first = !in_place && one_sided::reads_come_first(p)};
   }
   // A task is a piece of a row for a warp. Rows to one's own rank are sent, too: the receivers then
   // have one case, and it is no later than what comes from others.
@@ -51,20 +52,6 @@ struct PushCombine {
     return combine.workspace.ep_size * combine.tokens_per_rank * shape.pieces;
   }
   MOE_EP_HOST_DEVICE int32_t receives() const { return combine.num_tokens * shape.pieces; }
-
- private:
-  static bool is_overwritten(const CombineKernelParams& p) {
-    const DeviceWorkspace& w = p.workspace;
-    const int64_t rows = static_cast<int64_t>(w.ep_size) * p.tokens_per_rank;
-    const uint8_t* const end =
-        p.expert_output + std::max<int64_t>(rows - 1, 0) * p.expert_output_stride + p.row_bytes;
-    const auto meets = [&](const uint8_t* begin, int64_t bytes) {
-      return p.expert_output < begin + bytes && begin < end;
-    };
-    const int64_t workspace =
-        (w.ep_size - 1) * w.rank_stride + static_cast<int64_t>(w.layout.segment_bytes);
-    return meets(w.base, workspace) || meets(p.output, p.num_tokens * p.row_bytes);
-  }
 };
 
 }  // namespace moe_ep::one_sided

@@ -83,18 +83,4 @@ __device__ inline int32_t push_share(const PushCombine& c, const CombineRound& r
   return task - sends;
 }
 
-// Where flags follow reads: by each of `warps` warps, once it has sent its share. The last of them
-// sets the flags; it waits for nobody.
-__device__ inline void publish_when_read(const CombineKernelParams& p, const CombineRound& round,
-                                         uint32_t warps) {
-  __syncwarp();  // lane 0 speaks for what the other lanes have read
-  uint32_t done = 0;
-  if (lane_id() == 0) {
-    done = signal_and_count(&own_segment(p.workspace).state()->staged_items, 1) + 1;
-  }
-  if (__shfl_sync(kAllLanes, done, 0) != warps) return;
-  __syncwarp();  // and hears for them
-  publish_read_rows(p, round);
-}
-
 }  // namespace moe_ep::one_sided

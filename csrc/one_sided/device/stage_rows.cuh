@@ -37,10 +37,10 @@ __device__ void fill_stage_table(const CombineKernelParams& p, const StagePlan& 
     for (int32_t first = 0; first < p.workspace.ep_size; first += kWarpSize) {
       const int32_t source = first + lane;
       const int64_t rows = source < p.workspace.ep_size ? num_rows(source) : -1;
-      const uint64_t units = static_cast<uint64_t>(max(rows, int64_t{0}) * plan.units_per_row);
-      uint32_t items = rows < 0     ? 0
-                       : units == 0 ? 1
-                                    : static_cast<uint32_t>((units - 1) >> plan.item_shift) + 1;
+      const uint64_t chunks = static_cast<uint64_t>(max(rows, int64_t{0}) * plan.chunks_per_row);
+      uint32_t items = rows < 0      ? 0
+                       : chunks == 0 ? 1
+                                     : static_cast<uint32_t>((chunks - 1) >> plan.item_shift) + 1;
 #pragma unroll
       for (int distance = 1; distance < kWarpSize; distance *= 2) {
         const uint32_t below = __shfl_up_sync(kAllLanes, items, distance);
@@ -69,7 +69,7 @@ template <bool kAligned>
 __device__ void copy_some_chunks(const CombineKernelParams& p, const StagePlan& plan,
                                  int32_t source, uint64_t first, uint32_t count) {
   constexpr int kInFlight = kAligned ? 8 : 2;  // loads of a lane
-  const auto chunks_per_row = static_cast<uint32_t>(plan.units_per_row);
+  const auto chunks_per_row = static_cast<uint32_t>(plan.chunks_per_row);
   const int64_t block = static_cast<int64_t>(source) * p.tokens_per_rank;
   const uint64_t first_row = first / chunks_per_row;
   const auto skipped = static_cast<uint32_t>(first - first_row * chunks_per_row);
@@ -86,7 +86,7 @@ __device__ void copy_some_chunks(const CombineKernelParams& p, const StagePlan& 
       const auto place = static_cast<int32_t>(skipped + i);
       const int32_t row = plan.by_row.divide(place);
       const int64_t byte =
-          static_cast<int64_t>(place - row * plan.units_per_row) * int64_t{kRowAlignment};
+          static_cast<int64_t>(place - row * plan.chunks_per_row) * int64_t{kRowAlignment};
       const uint8_t* const at = from + row * p.expert_output_stride + byte;
       if constexpr (kAligned) {
         chunk[k] = load_chunk(at);
@@ -111,12 +111,11 @@ __device__ inline void copy_chunks(const CombineKernelParams& p, const StagePlan
   }
 }
 
-// By all threads of every CTA; returns when no item is left to take. bring(source, first, count) is
-// called by a warp for units [first, first + count) of a source's block, publish() by one warp of
-// the grid, once all items are done.
-template <typename NumRows, typename Bring, typename Publish>
+// By all threads of every CTA; returns when no item is left to take. publish() is called by one
+// warp of the grid, once all items are done.
+template <typename NumRows, typename Publish>
 __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, NumRows num_rows,
-                           Bring bring, Publish publish, StageTable& table) {
+                           Publish publish, StageTable& table) {
   const DeviceSegment own = own_segment(p.workspace);
   const int lane = lane_id();
   // As in ItemFeed: an addition would be awaited at once.
@@ -135,9 +134,10 @@ __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, 
     const int32_t source = source_of_item(p, table, item);
     const uint32_t first_item = table.first_item[source];
     const uint64_t first = static_cast<uint64_t>(item - first_item) << plan.item_shift;
-    const uint64_t units =
-        static_cast<uint64_t>(max(num_rows(source), int64_t{0}) * plan.units_per_row);
-    bring(source, first, static_cast<uint32_t>(min(units - first, uint64_t{1} << plan.item_shift)));
+    const uint64_t chunks =
+        static_cast<uint64_t>(max(num_rows(source), int64_t{0}) * plan.chunks_per_row);
+    copy_chunks(p, plan, source, first,
+                static_cast<uint32_t>(min(chunks - first, uint64_t{1} << plan.item_shift)));
     __syncwarp();  // lane 0 speaks for what the other lanes wrote
     uint32_t done = 0;
     if (lane == 0) done = signal_and_count(&own.state()->staged_items, 1) + 1;

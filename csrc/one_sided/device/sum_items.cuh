@@ -34,6 +34,30 @@ struct SumPlan {
         share(items.total, static_cast<uint32_t>(ctas), sum_warps, 1) {}
 };
 
+// By one of the `warps` warps of each CTA that sum: `item`, and then what `feed` gives. valid:
+// whether sums may be formed. sum(item, is_last): by one warp.
+template <typename Sum>
+__device__ void sum_from(const CombineKernelParams& p, const SumPlan& plan, ItemFeed& feed,
+                         Item item, bool valid, uint32_t warps, Sum sum) {
+  const uint32_t total = plan.items.total;
+  // After a failure the counter may not have been reset: then each warp has a fixed share, too.
+  uint32_t fixed = total;
+  if (!valid && has_failed(p.workspace)) {
+    fixed = threadIdx.x / kWarpSize * gridDim.x + blockIdx.x;
+  }
+  while (fixed < total || item.token != kNoItem) {
+    Item current = item;
+    if (fixed < total) {
+      const uint32_t token = fixed / plan.items.parts;
+      current = {token, fixed - token * plan.items.parts, {-1, 0}};
+      fixed += warps * gridDim.x;
+    } else {
+      item = feed.next();
+    }
+    sum(current, fixed >= total && item.token == kNoItem);
+  }
+}
+
 // By all threads of every CTA, behind begin_combine. kSumWarps warps of each CTA sum; one more, its
 // last, speaks with the peers. meanwhile(): what summing warps do before the flags are there.
 // sum(item, valid): by one warp; valid: whether sums may be formed.
@@ -41,7 +65,6 @@ template <uint32_t kSumWarps, bool kStaged, typename Meanwhile, typename Sum>
 __device__ void sum_items(const CombineKernelParams& p, const SumPlan& plan, Meanwhile meanwhile,
                           Sum sum) {
   const auto warp = threadIdx.x / kWarpSize;
-  const uint32_t total = plan.items.total;
   ItemFeed feed(p, plan.items);
   Item item = kNothing;
   bool ready = true;
@@ -51,25 +74,13 @@ __device__ void sum_items(const CombineKernelParams& p, const SumPlan& plan, Mea
     if (warp < plan.share.warps) {
       const uint32_t taken = feed.take(1);
       item = feed.at(taken);
-      if (plan.share.more && taken < total) feed.look_ahead();
+      if (plan.share.more && taken < plan.items.total) feed.look_ahead();
     }
     meanwhile();
   }
   const bool valid = agree_on_rows(ready);
-  // After a failure the counter may not have been reset: then each warp has a fixed share, too.
-  uint32_t fixed = total;
-  if (!valid && has_failed(p.workspace)) fixed = warp * gridDim.x + blockIdx.x;
-  while (fixed < total || item.token != kNoItem) {
-    Item current = item;
-    if (fixed < total) {
-      const uint32_t token = fixed / plan.items.parts;
-      current = {token, fixed - token * plan.items.parts, {-1, 0}};
-      fixed += (kSumWarps + 1) * gridDim.x;
-    } else {
-      item = feed.next();
-    }
-    sum(current, valid);
-  }
+  sum_from(p, plan, feed, item, valid, kSumWarps + 1,
+           [&](const Item& one, bool) { sum(one, valid); });
 }
 
 }  // namespace moe_ep::one_sided

@@ -33,9 +33,9 @@ struct TokenRows {
   int count;           // the same for all lanes
 };
 
-// This rank's blocks of rows in the segments of all ranks.
+// A block of rows from each rank: in that rank's segment, or, of rows that were pushed, here.
 struct RowBlocks {
-  const uint8_t* first;  // the block at rank 0
+  const uint8_t* first;  // that of rank 0
   uint64_t rank_stride;
   uint64_t pitch;  // of the rows
 
@@ -45,6 +45,12 @@ struct RowBlocks {
                                p.pitch)),
         rank_stride(static_cast<uint64_t>(p.workspace.rank_stride)),
         pitch(p.pitch) {}
+  static RowBlocks pushed(const CombineKernelParams& p) {
+    RowBlocks blocks(p);
+    blocks.first = own_segment(p.workspace).combine_row(0, p.pitch);
+    blocks.rank_stride = static_cast<uint64_t>(p.tokens_per_rank) * p.pitch;
+    return blocks;
+  }
 
   // Where a slot's row lies, if there is one.
   __device__ const uint8_t* row(SendSlot slot) const {

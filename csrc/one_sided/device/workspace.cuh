@@ -49,6 +49,10 @@ class DeviceSegment {
   MOE_EP_HOST_DEVICE uint8_t* combine_row(int64_t row, uint64_t pitch) const {
     return base_ + w_.layout.combine_rows.offset + static_cast<uint64_t>(row) * pitch;
   }
+  // Of the parts of a row that was pushed here.
+  __device__ uint32_t* row_flags(int64_t row) const {
+    return at<uint32_t>(w_.layout.row_flags) + row * int64_t{kMaxRowParts};
+  }
   // Slot `row` of what rank `from` sends here.
   __device__ uint8_t* dispatch_packets(int32_t from, int32_t row) const {
     const auto slot = static_cast<uint64_t>(from) * static_cast<uint32_t>(w_.low_latency_tokens) +

@@ -13,7 +13,8 @@ inline constexpr int kArchitecture = 0;  // the host's part
 // The first with kernels that start while the one before them runs.
 inline constexpr int kProgrammaticLaunchArchitecture = 900;
 
-// Bulk copies between shared and global memory, and barriers that count their bytes.
+// Bulk copies between shared and global memory, and barriers that count their bytes and let a warp
+// sleep until they have come.
 inline constexpr bool kHasBulkCopies = kArchitecture >= 900;
 inline constexpr bool kHasProgrammaticLaunch = kArchitecture >= kProgrammaticLaunchArchitecture;
 // Conversions from and to e4m3.

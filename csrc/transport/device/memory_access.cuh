@@ -144,19 +144,36 @@ class BulkBarrier {
                  "r"(bytes)
                  : "memory");
   }
+  // Where no bytes are announced: what this thread did before is seen by those that wait.
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(shared_address(&word_)) : "memory");
+  }
   // Returns when the phase of this parity (0 first, then 1, 0, ...) is complete.
   __device__ void wait(uint32_t parity) {
-    uint32_t done;
-    do {
-      asm volatile(
-          "{.reg .pred q; mbarrier.try_wait.parity.shared.b64 q,[%1],%2; selp.u32 %0,1,0,q;}"
-          : "=r"(done)
-          : "r"(shared_address(&word_)), "r"(parity)
-          : "memory");
-    } while (!done);
+    while (!is_complete(parity)) {
+    }
   }
 
  private:
+  // May take its time to say no, where the hardware lets a warp sleep at a barrier.
+  __device__ bool is_complete(uint32_t parity) {
+    uint32_t complete;
+    if constexpr (kHasBulkCopies) {
+      asm volatile(
+          "{.reg .pred q; mbarrier.try_wait.parity.shared.b64 q,[%1],%2; selp.u32 %0,1,0,q;}"
+          : "=r"(complete)
+          : "r"(shared_address(&word_)), "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{.reg .pred q; mbarrier.test_wait.parity.shared.b64 q,[%1],%2; selp.u32 %0,1,0,q;}"
+          : "=r"(complete)
+          : "r"(shared_address(&word_)), "r"(parity)
+          : "memory");
+    }
+    return complete != 0;
+  }
+
   friend __device__ void bulk_load(void*, const void*, uint32_t, BulkBarrier&);
   uint64_t word_;
 };

@@ -1,0 +1,66 @@
+#include "ops/missed_peers.h"
+
+#include <chrono>
+#include <sstream>
+#include <thread>
+
+#include "ops/errors.h"
+#include "ops/round_errors.h"
+#include "transport/peer_state.h"
+
+namespace moe_ep::ops {
+namespace {
+
+// In every transport a segment begins with it.
+ControlBlock& control_of(const WorkspaceRows& workspace, int64_t rank) {
+  return *reinterpret_cast<ControlBlock*>(workspace.base + rank * workspace.rank_stride);
+}
+
+std::string ranks_in(const RankMask& mask, int64_t ep_size) {
+  std::ostringstream ranks;
+  const char* separator = "";
+  for (int32_t rank = 0; rank < ep_size; ++rank) {
+    if (!mask.contains(rank)) continue;
+    ranks << separator << rank;
+    separator = ", ";
+  }
+  return ranks.str();
+}
+
+// Of a peer that may be about to begin the round: a disagreement is found when one is seen.
+std::string mask_of(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
+                    std::chrono::steady_clock::time_point deadline) {
+  for (;;) {
+    const auto mask = mask_in_round(peer, epoch);
+    if (mask.has_value()) return ranks_in(*mask, ep_size);
+    if (has_ended(peer.process)) return "none, its process has ended";
+    if (std::chrono::steady_clock::now() > deadline) return "none yet, it is not in this round";
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+[[noreturn]] void raise_masks(const WorkspaceRows& workspace) {
+  ControlBlock& own = control_of(workspace, workspace.ep_rank);
+  constexpr auto kPatience = std::chrono::seconds(1);
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  std::ostringstream table;
+  for (int32_t rank = 0; rank < workspace.ep_size; ++rank) {
+    if (!own.active.contains(rank)) continue;
+    table << "\n  rank " << rank << ": "
+          << mask_of(control_of(workspace, rank), own.epoch, workspace.ep_size, deadline);
+  }
+  fail("MoEEpMaskDisagreementError", "the ranks have different active_rank_mask in round ",
+       own.epoch, ", found by rank ", workspace.ep_rank,
+       "; no data was delivered. Those that are active for it pass:", table.str(),
+       "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
+}
+
+}  // namespace
+
+void raise_missed(const WorkspaceRows& workspace) {
+  const TimeoutRecord& record = control_of(workspace, workspace.ep_rank).timeout;
+  if (record.first_why == Missed::kMasksDiffer) raise_masks(workspace);
+  raise_timeout(record, workspace.ep_rank);
+}
+
+}  // namespace moe_ep::ops

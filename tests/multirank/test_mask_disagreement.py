@@ -1,0 +1,88 @@
+"""Are rank masks that differ between the ranks found out, soon and by all whom it concerns?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from moe_ep import MoEEpCommParams, MoEEpMaskDisagreementError, MoEEpStateError
+from tests.backends import Backend, on_each
+from tests.conftest import RunOnRanks
+from tests.multirank.test_reinitialize import masked_round
+from tests.problems import Problem, expect, problem_of
+from tests.ranks import RankContext
+from tests.ranks.devices import CPU
+from tests.rounds import Played, check, create, play_round
+
+pytestmark = pytest.mark.multirank
+PARAMS = MoEEpCommParams(10, 4, 7, 24)
+BUDGET = 60
+
+Masks = Mapping[int, Sequence[int]]
+
+
+def disagree(
+    context: RankContext, backend: str, masks: Masks
+) -> tuple[Problem | None, float, Played | None, Played]:
+    """Body: each rank plays a round with its own mask, those without one do not; then all begin
+    anew. Returns what the round raised, after how long, or brought; and a round of all.
+    """
+    size, rank = context.size, context.rank
+    with create(
+        context, PARAMS, backend, timeout_sec=BUDGET, enable_rank_mask=True
+    ) as communication:
+        play_round(communication, masked_round(range(size), size, 0))
+        context.barrier()
+        started, problem, played = time.monotonic(), None, []
+        if rank in masks:
+            one = masked_round(masks[rank], size, 1)
+            problem = problem_of(lambda: played.append(play_round(communication, one)))
+            if problem is not None:
+                expect(problem_of(communication.check), MoEEpStateError, ["broken"])
+        seconds = time.monotonic() - started
+        context.barrier()
+        communication.reinitialize()
+        after = play_round(communication, masked_round(range(size), size, 2))
+    return problem, seconds, played[0] if played else None, after
+
+
+def words_of(masks: Masks, rank: int) -> list[str]:
+    def words(peer: int) -> str:
+        given = ", ".join(map(str, masks[peer])) if peer in masks else "none yet"
+        return f"rank {peer}: {given}"
+
+    return [words(peer) for peer in masks[rank]]
+
+
+STORIES: dict[str, tuple[Masks, Sequence[int]]] = {
+    # each rank's mask; the ranks that are fine
+    "one masks another": ({0: (0, 1, 2), 1: (0, 1), 2: (0, 1, 2)}, ()),
+    "one masks another, which is before it": ({0: (0, 1, 2), 1: (0, 1, 2), 2: (1, 2)}, ()),
+    "nobody answers the masked one": ({0: (0,), 1: (0, 1)}, (0,)),
+    "two go on without the third": ({0: (0, 1, 2), 1: (1, 2), 2: (1, 2)}, (1, 2)),
+    "each masks another": ({0: (0, 1), 1: (1, 2), 2: (0, 2)}, ()),
+    "one has not heard who is away": ({0: (0, 1, 2), 1: (0, 1, 2, 3), 2: (0, 1, 2)}, ()),
+}
+
+
+@on_each(having="masks", devices=(CPU,))
+@pytest.mark.parametrize("story", STORIES)
+def test_masks_that_differ_are_found_out_by_all_whom_it_concerns(
+    ranks: RunOnRanks, backend: Backend, device: str, story: str
+) -> None:
+    masks, fine = STORIES[story]
+    size = 1 + max(rank for mask in masks.values() for rank in mask)
+    results = ranks(size, disagree, device=device, backend=backend.name, masks=masks)
+    for rank, (problem, seconds, _, _) in enumerate(results):
+        if rank not in masks or rank in fine:
+            assert problem is None, problem
+            continue
+        expect(problem, MoEEpMaskDisagreementError, words_of(masks, rank))
+        assert seconds < 10
+    if fine:
+        one = masked_round(fine, size, 1)
+        check(PARAMS, one, [played for _, _, played, _ in results])
+    everyone = masked_round(range(size), size, 2)
+    check(PARAMS, everyone, [after for *_, after in results])
