@@ -12,16 +12,15 @@ constexpr uint32_t kStageItemShift = 10;  // 1024 chunks
 // Whole steps of a warp, of which a row of 7168 elements of 16 bits has seven.
 constexpr uint32_t kVectorsPerItem = 8;
 
-template <bool kStaged>
 cudaError_t launch_get(const GetCombine& params, int ctas, const CudaContext& context) {
   const LaunchShape shape{ctas, kGetThreads, 0};
   switch (params.combine.row_type) {
     case RowType::kFloat32:
-      return launch(combine_get_kernel<RowType::kFloat32, kStaged>, shape, context, params);
+      return launch(combine_get_kernel<RowType::kFloat32>, shape, context, params);
     case RowType::kFloat16:
-      return launch(combine_get_kernel<RowType::kFloat16, kStaged>, shape, context, params);
+      return launch(combine_get_kernel<RowType::kFloat16>, shape, context, params);
     case RowType::kBFloat16:
-      return launch(combine_get_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
+      return launch(combine_get_kernel<RowType::kBFloat16>, shape, context, params);
   }
   return cudaErrorInvalidValue;
 }
@@ -37,9 +36,7 @@ cudaError_t launch_combine_get(const CombineKernelParams& p, const CudaContext& 
       .sum_warps = kGetSumWarps,
   };
   return launch_sums(p, sizes, [&](const StagePlan& stage, const SumPlan& plan, int ctas) {
-    const GetCombine params{p, stage, plan};
-    return p.expert_output == nullptr ? launch_get<false>(params, ctas, context)
-                                      : launch_get<true>(params, ctas, context);
+    return launch_get({p, stage, plan}, ctas, context);
   });
 }
 

@@ -39,16 +39,15 @@ __device__ void get_item(const GetCombine& c, const Item& item, bool valid, uint
   get_one_by_one<kType>(p, run, rows, valid, scratch);
 }
 
-template <RowType kType, bool kStaged>
+template <RowType kType>
 __global__ void __launch_bounds__(kGetThreads, kGetCtasPerSm)
     combine_get_kernel(const __grid_constant__ GetCombine c) {
   __shared__ uint4 scratch[kGetThreads];
   uint4* const own_scratch = scratch + threadIdx.x / kWarpSize * kWarpSize;
-  begin_combine<kStaged>(c.combine, c.stage);
   const auto sum = [&](const Item& item, bool valid) {
     get_item<kType>(c, item, valid, own_scratch);
   };
-  sum_items<kGetSumWarps, kStaged>(c.combine, c.plan, [] {}, sum);
+  sum_items<kGetSumWarps>(c.combine, c.stage, c.plan, [] {}, sum);
 }
 
 }  // namespace moe_ep::one_sided

@@ -13,16 +13,15 @@ constexpr uint32_t kStageItemShift = 8;  // 256 chunks
 // measured).
 constexpr uint32_t kPiecesPerItem = 4;
 
-template <bool kStaged>
 cudaError_t launch_quantized(const QuantizedCombine& params, int ctas, const CudaContext& context) {
   const LaunchShape shape{ctas, kQuantizedThreads, 0};
   switch (params.combine.row_type) {
     case RowType::kFloat32:
-      return launch(combine_quantized_kernel<RowType::kFloat32, kStaged>, shape, context, params);
+      return launch(combine_quantized_kernel<RowType::kFloat32>, shape, context, params);
     case RowType::kFloat16:
-      return launch(combine_quantized_kernel<RowType::kFloat16, kStaged>, shape, context, params);
+      return launch(combine_quantized_kernel<RowType::kFloat16>, shape, context, params);
     case RowType::kBFloat16:
-      return launch(combine_quantized_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
+      return launch(combine_quantized_kernel<RowType::kBFloat16>, shape, context, params);
   }
   return cudaErrorInvalidValue;
 }
@@ -38,9 +37,7 @@ cudaError_t launch_combine_quantized(const CombineKernelParams& p, const CudaCon
       .sum_warps = kQuantizedSumWarps,
   };
   return launch_sums(p, sizes, [&](const StagePlan& stage, const SumPlan& plan, int ctas) {
-    const QuantizedCombine params{p, stage, plan};
-    return p.expert_output == nullptr ? launch_quantized<false>(params, ctas, context)
-                                      : launch_quantized<true>(params, ctas, context);
+    return launch_quantized({p, stage, plan}, ctas, context);
   });
 }
 

@@ -48,17 +48,16 @@ __device__ void quantize_item(const QuantizedCombine& c, const Item& item, bool 
   if (end == c.plan.pieces_per_row) clear_scales_behind_row(p.quantized, scales, num_blocks);
 }
 
-template <RowType kType, bool kStaged>
+template <RowType kType>
 __global__ void __launch_bounds__(kQuantizedThreads, kQuantizedCtasPerSm)
     combine_quantized_kernel(const __grid_constant__ QuantizedCombine c) {
   const CombineKernelParams& p = c.combine;
-  begin_combine<kStaged>(p, c.stage);
   const auto clear_padding = [&] {
     clear_padding_scales<kQuantizedSumWarps>(p.quantized,
                                              scales_per_row(p.quantized.format, p.hidden_size));
   };
   const auto sum = [&](const Item& item, bool valid) { quantize_item<kType>(c, item, valid); };
-  sum_items<kQuantizedSumWarps, kStaged>(p, c.plan, clear_padding, sum);
+  sum_items<kQuantizedSumWarps>(p, c.stage, c.plan, clear_padding, sum);
 }
 
 }  // namespace moe_ep::one_sided

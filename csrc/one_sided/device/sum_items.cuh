@@ -58,18 +58,24 @@ __device__ void sum_from(const CombineKernelParams& p, const SumPlan& plan, Item
   }
 }
 
-// By all threads of every CTA, behind begin_combine. kSumWarps warps of each CTA sum; one more, its
+// By all threads of every CTA: the whole kernel. kSumWarps warps of each CTA sum; one more, its
 // last, speaks with the peers. meanwhile(): what summing warps do before the flags are there.
 // sum(item, valid): by one warp; valid: whether sums may be formed.
-template <uint32_t kSumWarps, bool kStaged, typename Meanwhile, typename Sum>
-__device__ void sum_items(const CombineKernelParams& p, const SumPlan& plan, Meanwhile meanwhile,
-                          Sum sum) {
+template <uint32_t kSumWarps, typename Meanwhile, typename Sum>
+__device__ void sum_items(const CombineKernelParams& p, const StagePlan& stage, const SumPlan& plan,
+                          Meanwhile meanwhile, Sum sum) {
+  const bool is_staged = p.expert_output != nullptr;
+  if (is_staged) {
+    begin_combine<true>(p, stage);
+  } else {
+    begin_combine<false>(p, stage);
+  }
   const auto warp = threadIdx.x / kWarpSize;
   ItemFeed feed(p, plan.items);
   Item item = kNothing;
   bool ready = true;
   if (speaks_with_peers()) {
-    ready = exchange_flags<kStaged>(p);
+    ready = exchange_flags(p, is_staged ? FlagsAreSet::kLater : FlagsAreSet::kBehindFence);
   } else {
     if (warp < plan.share.warps) {
       const uint32_t taken = feed.take(1);
