@@ -25,10 +25,10 @@
 #include "one_sided/device/fp8_sums.cuh"
 #include "one_sided/device/item_feed.cuh"
 #include "one_sided/device/quantize_sums.cuh"
-#include "transport/device/row_sum.cuh"
 #include "one_sided/device/sum_items.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "one_sided/device/warp_roles.cuh"
+#include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
 

@@ -9,9 +9,9 @@
 #include <cstring>
 #include <vector>
 
-#include "one_sided/device/fp8_chunk.cuh"
 #include "core/float_formats.h"
 #include "core/scaled_fp8.h"
+#include "one_sided/device/fp8_chunk.cuh"
 #include "one_sided/device/fp8_sums.cuh"
 #include "transport/device/row_sum.cuh"
 

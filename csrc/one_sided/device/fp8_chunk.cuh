@@ -1,13 +1,13 @@
 // Expert outputs as scaled FP8 (core/scaled_fp8.h): how the lanes of a warp quantise them. The
-// bytes are those of one_sided/fp8_rows.cpp: the hardware rounds and saturates as core/float_formats.h
-// does.
+// bytes are those of one_sided/fp8_rows.cpp: the hardware rounds and saturates as
+// core/float_formats.h does.
 #pragma once
 
 #include <cstdint>
 
+#include "core/scaled_fp8.h"
 #include "one_sided/device/routing.cuh"
 #include "transport/device/row_sum.cuh"
-#include "core/scaled_fp8.h"
 
 namespace moe_ep::one_sided {
 

@@ -9,14 +9,14 @@
 
 #include <cstdint>
 
+#include "core/device_signal.cuh"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/combine_enter.cuh"
 #include "one_sided/device/fp8_chunk.cuh"
 #include "one_sided/device/fp8_round.cuh"
-#include "transport/device/memory_access.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/workspace.cuh"
-#include "core/device_signal.cuh"
+#include "transport/device/memory_access.cuh"
 
 namespace moe_ep::one_sided {
 

@@ -3,15 +3,15 @@
 
 #include <cstdint>
 
-#include "one_sided/combine_plan.h"
-#include "one_sided/cuda_params.h"
-#include "one_sided/device/routing.cuh"
-#include "transport/device/share.cuh"
-#include "one_sided/device/sum_items.cuh"
-#include "one_sided/device/token_rows.cuh"
 #include "core/fast_divide.h"
 #include "core/limits.h"
 #include "core/scaled_fp8.h"
+#include "one_sided/combine_plan.h"
+#include "one_sided/cuda_params.h"
+#include "one_sided/device/routing.cuh"
+#include "one_sided/device/sum_items.cuh"
+#include "one_sided/device/token_rows.cuh"
+#include "transport/device/share.cuh"
 
 namespace moe_ep::one_sided {
 

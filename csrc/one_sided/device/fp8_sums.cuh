@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
+#include "core/scaled_fp8.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/bounded_wait.cuh"
 #include "one_sided/device/fp8_round.cuh"
-#include "transport/device/memory_access.cuh"
 #include "one_sided/device/routing.cuh"
-#include "transport/device/row_sum.cuh"
 #include "one_sided/device/token_rows.cuh"
-#include "core/scaled_fp8.h"
+#include "transport/device/memory_access.cuh"
+#include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
 

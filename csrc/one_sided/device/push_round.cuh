@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "one_sided/combine_plan.h"
 #include "core/fast_divide.h"
 #include "core/workspace_layout.h"
+#include "one_sided/combine_plan.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/packets.cuh"
 #include "one_sided/device/routing.cuh"

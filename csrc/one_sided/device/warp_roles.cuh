@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "transport/device/memory_access.cuh"
 #include "one_sided/device/routing.cuh"
+#include "transport/device/memory_access.cuh"
 
 namespace moe_ep::one_sided {
 
