@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "api.md"
 MODULES = (
     "moe_ep",
+    "moe_ep.integrations.transformers",
     "moe_ep.cake.kernels",
     "moe_ep.nvlink_one_sided.kernels",
     "moe_ep.nvlink_two_sided.kernels",

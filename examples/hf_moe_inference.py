@@ -13,8 +13,8 @@ The ranks run on GPUs where they can (`--device auto`), on the CPU elsewhere. Mo
 share them under an MPS daemon, which this file starts and ends.
 
 Exit code: 0 if the logits agree, 1 if not or if a rank fails, 2 for options that cannot work.
-Needs `pip install "moe_ep[hf]"`. moe_ep_transformers.py beside this file is what your own script
-would use; the folder hf_moe holds the other parts of this one.
+Needs `pip install "moe_ep[hf]"`. Your own script needs two lines, see
+moe_ep.integrations.transformers; the folder hf_moe holds the other parts of this one.
 """
 
 from __future__ import annotations

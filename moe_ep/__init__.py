@@ -18,6 +18,16 @@ from moe_ep.errors import (
     MoEEpTimeoutError,
 )
 from moe_ep.expert_major import ExpertMajorRows
+from moe_ep.experts import (
+    GroupedGemmConfig,
+    IdentityConfig,
+    KernelConfig,
+    MoEWeightPack,
+    SplitKernel,
+    available_split_kernels,
+    register_split_kernel,
+)
+from moe_ep.layer import MoEEpLayer, MoEEpTensors, SplitConfig
 from moe_ep.nvlink_one_sided import NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig
 from moe_ep.nvlink_two_sided import NVLinkTwoSidedAlltoAll, NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams, QuantFormat, expert_partition
@@ -39,6 +49,9 @@ __all__ = [
     "CommBackend",
     "CommunicationConfig",
     "ExpertMajorRows",
+    "GroupedGemmConfig",
+    "IdentityConfig",
+    "KernelConfig",
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpConfigError",
@@ -46,23 +59,30 @@ __all__ = [
     "MoEEpDispatchResult",
     "MoEEpError",
     "MoEEpInputError",
+    "MoEEpLayer",
     "MoEEpMaskDisagreementError",
     "MoEEpPlatformError",
     "MoEEpStateError",
+    "MoEEpTensors",
     "MoEEpTimeoutError",
+    "MoEWeightPack",
     "NVLinkOneSidedAlltoAll",
     "NVLinkOneSidedConfig",
     "NVLinkTwoSidedAlltoAll",
     "NVLinkTwoSidedConfig",
     "QuantFormat",
+    "SplitConfig",
+    "SplitKernel",
     "TorchDistAlltoAll",
     "TorchDistConfig",
     "__version__",
     "available_communication_backends",
+    "available_split_kernels",
     "communication_backend_name",
     "create_communication",
     "estimate_workspace_bytes",
     "expert_partition",
     "is_communication_backend",
     "register_communication",
+    "register_split_kernel",
 ]

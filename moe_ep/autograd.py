@@ -42,14 +42,13 @@ from torch import Tensor
 from moe_ep.backward_round import (
     ForwardRound,
     RoutedRound,
-    close_round,
-    naming_backward_of,
+    finish_backward,
     open_in_backward,
-    open_round,
+    start_backward,
     weight_columns_per_round,
 )
 from moe_ep.derivatives import differentiable_once
-from moe_ep.dispatch_result import MoEEpDispatchResult, rows_with_token
+from moe_ep.dispatch_result import MoEEpDispatchResult, copy_of
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.workspaces import DISPATCHED
 
@@ -77,7 +76,7 @@ def records_dispatch(run: Call) -> Call:
             return without
         rows_need_grad, weights_need_grad = map(_requires_grad, (hidden_states, topk_weights))
         if rows_need_grad or weights_need_grad:
-            _require_usual_stream(self)
+            require_usual_stream(self)
             _refuse_inference_tensors(
                 topk_ids=topk_ids, active_rank_mask=options.get("active_rank_mask")
             )
@@ -86,7 +85,7 @@ def records_dispatch(run: Call) -> Call:
         with torch.no_grad():
             result = run(self, hidden_states, topk_ids, topk_weights, **options)
             with self._on_stream():
-                result = _copy_of(result)
+                result = copy_of(result)
         mask = options.get("active_rank_mask")
         sizes = (hidden_states.shape[0], result.tokens_per_rank)
         has_weights = topk_weights is not None
@@ -134,7 +133,7 @@ def records_combine(run: Call) -> Call:
                 "output must be None in a round with gradients: combine returns a new tensor there."
             )
         if needs_grad:
-            _require_usual_stream(self)
+            require_usual_stream(self)
             _refuse_library_memory(self, expert_output)
         one, ids, mask = recorded.round, recorded.topk_ids, recorded.active_rank_mask
         exchange = functools.partial(run, self, **options)
@@ -172,19 +171,13 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         topk_ids, mask = ctx.saved_tensors
         one: ForwardRound = ctx.round
-        with naming_backward_of(one, "dispatch"):
-            pending = open_in_backward(one.communication)
-            lost = None
-            if pending is None or pending.round is not one:
-                lost = open_round(RoutedRound(one, topk_ids, mask), None)
-            grads = close_round(one.communication, grad_rows, grad_weights)
-        if lost is not None and lost.any():  # after the close: peers wait for that
-            raise MoEEpStateError(
-                "the loss of this rank depends on what dispatch returned, but not on the output of "
-                "its combine, while a peer's loss does: the gradient of expert_output is lost. "
-                "Call backward on a loss that has the output in it on all ranks; "
-                "0 * output.sum() is enough."
-            )
+        pending = open_in_backward(one.communication)
+        grads = finish_backward(
+            RoutedRound(one, topk_ids, mask),
+            grad_rows,
+            grad_weights,
+            is_open=pending is not None and pending.round is one,
+        )
         return *grads, None, None, None, None
 
 
@@ -214,29 +207,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
         # First of all: a checkpoint recomputes here, and plays the forward round again.
         topk_ids, mask = ctx.saved_tensors
-        one: ForwardRound = ctx.round
-        with naming_backward_of(one, "combine"):
-            grad_rows = open_round(RoutedRound(one, topk_ids, mask), grad_output)
-            if not one.has_dispatch_node:
-                close_round(one.communication)
+        grad_rows = start_backward(RoutedRound(ctx.round, topk_ids, mask), grad_output)
         grad = grad_rows.view(ctx.shape) if ctx.needs_input_grad[0] else None
         return grad, None, None, None, None, None
-
-
-def _copy_of(result: MoEEpDispatchResult) -> MoEEpDispatchResult:
-    """Return the result in memory of its own, zeros in rows without a token: the gradients of the
-    experts' parameters are sums over all rows, and 0 * NaN would spoil them."""
-    weights = result.topk_weights
-    filled = rows_with_token(result.recv_token_counts, result.tokens_per_rank)[:, None]
-    stats = result.eplb_gathered_stats
-    return replace(
-        result,
-        hidden_states=torch.where(filled, result.hidden_states, 0),
-        topk_ids=result.topk_ids.clone(),
-        topk_weights=None if weights is None else torch.where(filled, weights, 0),
-        eplb_gathered_stats=None if stats is None else stats.clone(),
-        recv_token_counts=result.recv_token_counts.clone(),
-    )
 
 
 def _refuse_inference_tensors(**tensors: Tensor | None) -> None:
@@ -256,7 +229,7 @@ def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _require_usual_stream(communication: MoEEpCommunication) -> None:
+def require_usual_stream(communication: MoEEpCommunication) -> None:
     """Autograd runs a backward on the stream of its forward, where nobody would wait for another
     one that the user chose for the communication."""
     chosen = communication._bootstrap.stream

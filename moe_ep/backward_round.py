@@ -74,6 +74,38 @@ def close_left_open(communication: MoEEpCommunication) -> None:
         close_round(communication, fill=float("nan"))
 
 
+def start_backward(routed: RoutedRound, grad_output: Tensor | None) -> Tensor:
+    """Play combine's backward: return the gradient of expert_output. Collective."""
+    one = routed.round
+    with naming_backward_of(one, "combine"):
+        grad_rows = open_round(routed, grad_output)
+        if not one.has_dispatch_node:
+            close_round(one.communication)
+    return grad_rows
+
+
+def finish_backward(
+    routed: RoutedRound, grad_rows: Tensor | None, grad_weights: Tensor | None, *, is_open: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Play dispatch's backward: return the gradients of hidden_states and topk_weights that are
+    wanted. Collective.
+
+    is_open: whether combine's backward has opened the round.
+    """
+    one, lost = routed.round, None
+    with naming_backward_of(one, "dispatch"):
+        if not is_open:
+            lost = open_round(routed, None)
+        grads = close_round(one.communication, grad_rows, grad_weights)
+    if lost is not None and lost.any():  # after the close: peers wait for that
+        raise MoEEpStateError(
+            "the loss of this rank depends on what dispatch returned, but not on the output of its "
+            "combine, while a peer's loss does: the gradient of expert_output is lost. Call "
+            "backward on a loss that has the output in it on all ranks; 0 * output.sum() is enough."
+        )
+    return grads
+
+
 def open_round(wanted: RoutedRound, grad_output: Tensor | None) -> Tensor:
     """Open a round of the backward with the gradient of the tokens, None for zeros. Returns that of
     expert_output, [ep_size * tokens_per_rank, hidden_size]; rows without a token are zero.
@@ -113,7 +145,11 @@ def close_round(
     for one that is None. Returns those of hidden_states and topk_weights that are wanted.
     """
     pending = open_in_backward(communication)
-    assert pending is not None
+    if pending is None:
+        raise MoEEpStateError(
+            "the backward of dispatch came before that of its combine: the compiler has moved a "
+            "round. Call the layer in a function under torch.compiler.disable."
+        )
     one, communication = pending.round, pending.round.communication
     params, communication._shared.backward = communication.params, None
     # Wanted or not: ranks that differ in what requires grad must not exchange rows of other widths,

@@ -87,11 +87,8 @@ def check_combine(
     tokens_per_rank: int,
     expert_output: Tensor,
     output: Tensor | None,
-) -> Tensor:
-    """Check the arguments of combine and return expert_output in two dimensions.
-
-    The result is `[ep_size * tokens_per_rank, hidden_size]`.
-    """
+) -> None:
+    """Check the arguments of combine."""
     hidden_size = params.hidden_size
     _check_tensor("expert_output", expert_output, None, device)
     check_combine_input_dtype("expert_output", params, expert_output.dtype)
@@ -108,7 +105,6 @@ def check_combine(
         _check_shape("output", output, (num_tokens, hidden_size), "[n, hidden_size]")
         _check_no_overlap("output", output)
         _check_writable("output", output)
-    return expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
 
 
 def check_combine_input_dtype(name: str, params: MoEEpCommParams, dtype: torch.dtype) -> None:
@@ -220,19 +216,11 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
     if not torch.compiler.is_compiling() and value.is_neg():
         raise TypeError(f"{name} must hold its values, got a negated view: pass resolve_neg().")
     if value.requires_grad and torch.is_grad_enabled():
-        raise MoEEpConfigError(f"{name} requires grad, {_no_gradient(name)}")
-
-
-def _no_gradient(name: str) -> str:
-    if torch.compiler.is_compiling():
-        return (
-            "but gradients are for eager mode: call the layer in a function under "
-            "torch.compiler.disable, or compile it under torch.no_grad()."
+        raise MoEEpConfigError(
+            f"{name} requires grad, but there are no gradients with quantised rows or a "
+            "low-precision combine, and none for `output`: call it under torch.no_grad(), or pass "
+            f"{name}.detach()."
         )
-    return (
-        "but there are no gradients with quantised rows or a low-precision combine, and none for "
-        f"`output`: call it under torch.no_grad(), or pass {name}.detach()."
-    )
 
 
 def _check_dtype(

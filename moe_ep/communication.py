@@ -13,6 +13,7 @@ import abc
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from moe_ep import autograd, backward_round, checks
+from moe_ep import autograd, backward_round, checks, compiled_round
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend, as_comm_backend, group_behind
 from moe_ep.config import CommunicationConfig
@@ -37,6 +38,7 @@ from moe_ep.errors import (
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.params import MoEEpCommParams, expert_partition
+from moe_ep.round_ops import number_of
 from moe_ep.streams import on_stream_of
 from moe_ep.workspace_sharing import move
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
@@ -76,8 +78,11 @@ class MoEEpCommunication(abc.ABC):
     config_type: ClassVar[type[CommunicationConfig]]
     supports_cuda_graph: ClassVar[bool] = False
     """True: a round may be captured in a CUDA graph after one eager warm-up of the same shapes."""
-    supports_torch_compile: ClassVar[bool] = False
+    supports_torch_compile: ClassVar[bool] = True
     """True: a round traces into one graph with `torch.compile(fullgraph=True)`."""
+    _has_graph_ops: ClassVar[bool] = False
+    """True: `_dispatch` and `_combine` can be traced; else compiled graphs have ops that call them,
+    see `moe_ep.compiled_round`, which they have for gradients in any case."""
     one_host_only: ClassVar[bool] = False
     """True: all ranks of the group must be on one host, in one network namespace."""
 
@@ -131,6 +136,8 @@ class MoEEpCommunication(abc.ABC):
         # Of unquantised rows. A backend whose combine has no room for them clears it.
         self._has_gradients: bool = self._row_format.value_dtypes == (params.token_dtype,)
         self._recorded: backward_round.RoutedRound | None = None
+        self._number: Final = number_of(self)
+        self._traced: compiled_round.TracedRound | None = None
         self._enter(Workspace(comm, self.ep_rank, self.ep_size))
 
     def _enter(self, workspace: Workspace) -> None:
@@ -181,7 +188,7 @@ class MoEEpCommunication(abc.ABC):
     ) -> MoEEpDispatchResult:
         """Send every token once to each rank that owns at least one of its experts. Collective.
 
-        Differentiable in eager mode with respect to hidden_states, where rows are not quantised,
+        Differentiable with respect to hidden_states, where rows are not quantised,
         and topk_weights. Backward is collective, too: grad mode, and requires_grad of each
         argument, must be the same on all ranks, also where n is 0, and all ranks run it. In grad
         mode the result is copied; call inference under torch.no_grad().
@@ -223,7 +230,7 @@ class MoEEpCommunication(abc.ABC):
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """Bring the partial rows back to their source ranks and sum them. Collective.
 
-        Differentiable in eager mode with respect to expert_output. The output requires grad where
+        Differentiable with respect to expert_output. The output requires grad where
         an input of the dispatch did, too, so that no rank's backward leaves the round out.
 
         expert_output: [ep_size * tokens_per_rank, hidden_size] or [ep_size, tokens_per_rank,
@@ -256,6 +263,8 @@ class MoEEpCommunication(abc.ABC):
         self._require(DISPATCHED, "get_combine_input_buffer")
         if dtype is not None:
             checks.check_combine_input_dtype("dtype", self.params, dtype)
+        if self._traced is not None:
+            return None
         if self._recorded is not None and self._recorded.link is not None:
             return None  # the experts' last step may save what it writes
         buffer = self._combine_input_buffer()
@@ -542,24 +551,32 @@ class MoEEpCommunication(abc.ABC):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        backward_round.close_left_open(self)
+        hook: Callable[..., MoEEpDispatchResult] = self._dispatch
+        self._traced = None
+        traced = compiled_round.is_wanted(self)
+        if traced:
+            hook = partial(compiled_round.dispatch, self)
+            compiled_round.leave_backward(self)
+        else:
+            backward_round.close_left_open(self)
         self._require(IDLE, "dispatch")
-        tokens_per_rank = checks.check_dispatch(
-            self.params,
-            self._row_format,
-            device=self.device,
-            ep_rank=self.ep_rank,
-            extra_payload_bytes_per_token=self._extra_payload_bytes,
-            eplb_stats_num_experts=self._eplb_stats_num_experts,
-            hidden_states=hidden_states,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            hidden_states_scale=hidden_states_scale,
-            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
-            eplb_local_stats=eplb_local_stats,
-        )
+        with self._without_gradients(traced):
+            tokens_per_rank = checks.check_dispatch(
+                self.params,
+                self._row_format,
+                device=self.device,
+                ep_rank=self.ep_rank,
+                extra_payload_bytes_per_token=self._extra_payload_bytes,
+                eplb_stats_num_experts=self._eplb_stats_num_experts,
+                hidden_states=hidden_states,
+                topk_ids=topk_ids,
+                topk_weights=topk_weights,
+                hidden_states_scale=hidden_states_scale,
+                runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+                eplb_local_stats=eplb_local_stats,
+            )
         result = self._attempt(
-            self._dispatch,
+            hook,
             hidden_states,
             topk_ids,
             topk_weights,
@@ -584,17 +601,23 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         self._require(DISPATCHED, "combine")
-        rows = checks.check_combine(
-            self.params,
-            device=self.device,
-            ep_size=self.ep_size,
-            num_tokens=self._num_tokens,
-            tokens_per_rank=self._tokens_per_rank,
-            expert_output=expert_output,
-            output=output,
-        )
+        traced = torch.compiler.is_compiling() and self._traced is not None
+        with self._without_gradients(traced):
+            checks.check_combine(
+                self.params,
+                device=self.device,
+                ep_size=self.ep_size,
+                num_tokens=self._num_tokens,
+                tokens_per_rank=self._tokens_per_rank,
+                expert_output=expert_output,
+                output=output,
+            )
+        rows = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
+        hook: Callable[..., Tensor] = self._combine
+        if traced:
+            hook = partial(compiled_round.combine, self)
         combined = self._attempt(
-            self._combine,
+            hook,
             rows,
             num_tokens=self._num_tokens,
             tokens_per_rank=self._tokens_per_rank,
@@ -605,6 +628,11 @@ class MoEEpCommunication(abc.ABC):
         )
         self._recorded = None
         return combined
+
+    def _without_gradients(self, traced: bool) -> torch.set_grad_enabled:
+        """Return the context in which arguments are checked. In eager mode gradients have been
+        recorded by now, or there are none."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and not traced)
 
     def _attempt(
         self, hook: Callable[..., Result], *args: Any, before: str, after: str, **kwargs: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,3 +43,27 @@ def rows_with_token(counts: Tensor, tokens_per_rank: int) -> Tensor:
     """
     rows = torch.arange(tokens_per_rank, device=counts.device)
     return (rows < counts.view(-1, 1)).flatten()
+
+
+def copy_of(result: MoEEpDispatchResult) -> MoEEpDispatchResult:
+    """Return the result in memory of its own, zeros in rows without a token: the gradients of the
+    experts' parameters are sums over all rows, and 0 * NaN would spoil them."""
+    filled = rows_with_token(result.recv_token_counts, result.tokens_per_rank)[:, None]
+    weights, scales = result.topk_weights, result.hidden_states_scale
+    stats = result.eplb_gathered_stats
+    return replace(
+        result,
+        hidden_states=_filled_rows(result.hidden_states, filled),
+        topk_ids=result.topk_ids.clone(),
+        topk_weights=None if weights is None else torch.where(filled, weights, 0),
+        hidden_states_scale=None if scales is None else _filled_rows(scales, filled),
+        eplb_gathered_stats=None if stats is None else stats.clone(),
+        recv_token_counts=result.recv_token_counts.clone(),
+    )
+
+
+def _filled_rows(rows: Tensor, filled: Tensor) -> Tensor:
+    if rows.element_size() > 1:
+        return torch.where(filled, rows, 0)
+    # As bytes: some dtypes of quantised rows know no fill.
+    return torch.where(filled, rows.view(torch.uint8), 0).view(rows.dtype)

@@ -149,6 +149,7 @@ def _combine_quantized(
 
 @torch.library.register_fake("moe_ep::two_sided_initialize")
 @torch.library.register_fake("moe_ep::two_sided_check")
+@torch.library.register_fake("moe_ep::two_sided_forget")
 def _on_workspace(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
     return None
 
@@ -198,6 +199,8 @@ def _(
     ep_rank: int,
     timeout_sec: int,
     received: list[Tensor],
+    recv_counts: Tensor,
+    max_sm_count: int = 0,
 ) -> None:
     return None
 
@@ -211,6 +214,7 @@ def _(
     ep_rank: int,
     num_tokens: int,
     timeout_sec: int,
+    max_sm_count: int = 0,
 ) -> Tensor:
     return expert_output.new_empty((num_tokens, expert_output.shape[1]))
 
@@ -224,6 +228,7 @@ def _(
     ep_rank: int,
     timeout_sec: int,
     output: Tensor,
+    max_sm_count: int = 0,
 ) -> None:
     return None
 

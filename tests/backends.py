@@ -24,6 +24,7 @@ from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
 
 USUAL = (CPU, ONE_GPU, NCCL)
 EVERYWHERE = (CPU, *GPUS)
+SHARED_GPUS = (ONE_GPU, SPREAD)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Backend:
     statistics: eplb_stats_num_experts.
     workspace: has memory that is kept between rounds.
     zero_copy: get_combine_input_buffer returns memory.
+    pdl: enable_pdl.
     low_precision: use_low_precision_combine.
     lamport: lamport and lamport_max_tokens.
     one_sided: it is on the one-sided transport: `kernels` and `places` are as those of cake.
@@ -49,6 +51,7 @@ class Backend:
     statistics: bool = False
     workspace: bool = False
     zero_copy: bool = False
+    pdl: bool = False
     low_precision: bool = False
     lamport: bool = False
     one_sided: bool = False
@@ -84,6 +87,7 @@ def _one_sided(
         statistics=True,
         workspace=True,
         zero_copy=True,
+        pdl=True,
         low_precision=True,
         lamport=lamport,
         one_sided=True,
@@ -95,7 +99,13 @@ def _one_sided(
 ALL = (
     _one_sided("cake", CakeAlltoAll),
     _one_sided("nvlink_one_sided", NVLinkOneSidedAlltoAll, lamport=True),
-    Backend("nvlink_two_sided", NVLinkTwoSidedAlltoAll, workspace=True, interruptible=True),
+    Backend(
+        "nvlink_two_sided",
+        NVLinkTwoSidedAlltoAll,
+        workspace=True,
+        interruptible=True,
+        devices=(CPU, ONE_GPU, SPREAD),
+    ),
     Backend("torch_dist", TorchDistAlltoAll, statistics=True, devices=(CPU, NCCL)),
 )
 
@@ -119,11 +129,14 @@ def reason_against(backend: Backend, device: str) -> str | None:
     )
 
 
-def on_each(*, having: str | None = None, devices: Sequence[str] = USUAL) -> pytest.MarkDecorator:
+def on_each(
+    *, having: str | None = None, named: str | None = None, devices: Sequence[str] = USUAL
+) -> pytest.MarkDecorator:
     """Run a test with `backend` and `device` for each backend on each of its devices that this
     machine has. (tests/gpu/test_devices.py shows as skipped those that it has not.)
 
     having: the field of Backend that must be true.
+    named: the only backend. For what is about its own kernels.
     devices: the only ones to run it on. On GPUs it carries the mark `gpu`. If this machine has
         none of them, the test is skipped with a reason.
     """
@@ -131,6 +144,7 @@ def on_each(*, having: str | None = None, devices: Sequence[str] = USUAL) -> pyt
         (backend, device)
         for backend in ALL
         if having is None or getattr(backend, having)
+        if named is None or backend.name == named
         for device in backend.devices
         if device in devices
     ]
@@ -157,5 +171,5 @@ on_the_cpu = on_each(devices=(CPU,))
 # Where a wait for a peer is the backend's own. NCCL's names no peer, and its watchdog may end the
 # process first.
 naming_silent_peers = on_each(devices=(CPU, ONE_GPU))
-on_shared_gpus = on_each(devices=(ONE_GPU, SPREAD))
+on_shared_gpus = on_each(devices=SHARED_GPUS)
 one_sided_names = pytest.mark.parametrize("backend", [one.name for one in ALL if one.one_sided])

@@ -64,17 +64,20 @@ void bind_fifo_geometry(py::module_& m) {
                     "The numbers that size a two-sided workspace; the same on every rank.")
       .def(py::init(&two_sided::valid_geometry), py::kw_only(), py::arg("ep_size"),
            py::arg("num_experts"), py::arg("top_k"), py::arg("max_tokens_per_rank"),
-           py::arg("num_slots"), py::arg("slot_bytes"))
+           py::arg("num_slots"), py::arg("slot_bytes"), py::arg("num_channels") = 1,
+           py::arg("spans_gpus") = 1)
       .def_readonly("ep_size", &Fifos::ep_size)
       .def_readonly("top_k", &Fifos::top_k)
       .def_readonly("max_tokens_per_rank", &Fifos::max_tokens_per_rank)
       .def_readonly("num_slots", &Fifos::num_slots)
       .def_readonly("slot_bytes", &Fifos::slot_bytes)
+      .def_readonly("num_channels", &Fifos::num_channels)
       .def(
           "fields",
           [](const Fifos& g) {
-            return std::vector<int64_t>{g.ep_size,   g.num_experts, g.top_k, g.max_tokens_per_rank,
-                                        g.num_slots, g.slot_bytes};
+            return std::vector<int64_t>{
+                g.ep_size,   g.num_experts, g.top_k,        g.max_tokens_per_rank,
+                g.num_slots, g.slot_bytes,  g.num_channels, g.spans_gpus};
           },
           "The int[] that ops take as `geometry`.")
       .def_property_readonly(

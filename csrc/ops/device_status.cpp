@@ -21,14 +21,13 @@ void clear(uint32_t& word) {
 
 }  // namespace
 
-void raise_recorded_timeout(DeviceWorkspaceState& state,
-                            const one_sided::WorkspaceView& workspace) {
+void raise_recorded_timeout(DeviceWorkspaceState& state, const RankWorkspace& workspace) {
   if (!is_set(state.page->timeout.recorded)) return;
   if (state.timeout_was_raised) raise_timed_out_earlier(state.page->timeout);
   raise_timeout_again(state, workspace);
 }
 
-void raise_timeout_again(DeviceWorkspaceState& state, const one_sided::WorkspaceView& workspace) {
+void raise_timeout_again(DeviceWorkspaceState& state, const RankWorkspace& workspace) {
   if (!is_set(state.page->timeout.recorded)) return;
   state.timeout_was_raised = true;
   raise_timeout(state.page->timeout, workspace.ep_rank);
@@ -47,13 +46,13 @@ RoundErrors::RoundErrors(StatusPage& page, cudaStream_t stream) {
   }
 }
 
-void RoundErrors::raise(const one_sided::WorkspaceView& workspace) const {
+void RoundErrors::raise(const RankWorkspace& workspace) const {
   if (disagreement_ != nullptr) {
     if (disagreement_->phase == Phase::kCombine) raise_combine_disagreement("");
-    raise_dispatch_disagreement(disagreement_->headers, workspace.geometry.ep_size);
+    raise_dispatch_disagreement(disagreement_->headers, workspace.ep_size);
   }
   if (invalid_id_.count != 0) {
-    raise_invalid_ids(invalid_id_, workspace.ep_rank, workspace.geometry.num_experts);
+    raise_invalid_ids(invalid_id_, workspace.ep_rank, workspace.num_experts);
   }
 }
 

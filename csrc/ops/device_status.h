@@ -12,9 +12,9 @@
 namespace moe_ep::ops {
 
 // MoEEpTimeoutError the first time, then MoEEpStateError; nothing if no wait timed out.
-void raise_recorded_timeout(DeviceWorkspaceState& state, const one_sided::WorkspaceView& workspace);
+void raise_recorded_timeout(DeviceWorkspaceState& state, const RankWorkspace& workspace);
 // MoEEpTimeoutError every time.
-void raise_timeout_again(DeviceWorkspaceState& state, const one_sided::WorkspaceView& workspace);
+void raise_timeout_again(DeviceWorkspaceState& state, const RankWorkspace& workspace);
 
 // What a round recorded after which the communication goes on; taken out of the page.
 class RoundErrors {
@@ -24,7 +24,7 @@ class RoundErrors {
   RoundErrors(StatusPage& page, cudaStream_t stream);
 
   // MoEEpDisagreementError, MoEEpInputError, or nothing.
-  void raise(const one_sided::WorkspaceView& workspace) const;
+  void raise(const RankWorkspace& workspace) const;
 
  private:
   std::unique_ptr<DisagreementRecord> disagreement_;  // null: none

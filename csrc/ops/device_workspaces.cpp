@@ -8,13 +8,6 @@
 #include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
-namespace {
-
-const uint8_t* own_segment(const one_sided::WorkspaceView& workspace) {
-  return workspace.segment(workspace.ep_rank);
-}
-
-}  // namespace
 
 void DeviceWorkspaceState::runs_on(const CudaCall& call) {
   // A captured round runs where the graph is launched.
@@ -36,8 +29,8 @@ DeviceWorkspaces& DeviceWorkspaces::of_this_process() {
   return *workspaces;
 }
 
-void DeviceWorkspaces::add(const one_sided::WorkspaceView& workspace, const CudaCall& call) {
-  const uint64_t fingerprint = workspace.geometry.fingerprint();
+void DeviceWorkspaces::add(const RankWorkspace& workspace, const CudaCall& call) {
+  const uint64_t fingerprint = workspace.fingerprint;
   if (DeviceWorkspaceState* old = lookup(workspace)) {
     check_cuda(old->wait(call), "waiting for the device");
     old->fingerprint = fingerprint;
@@ -48,18 +41,17 @@ void DeviceWorkspaces::add(const one_sided::WorkspaceView& workspace, const Cuda
     return;
   }
   const std::lock_guard lock(mutex_);
-  of_segment_[own_segment(workspace)] = std::make_unique<DeviceWorkspaceState>(
+  of_segment_[workspace.own_segment] = std::make_unique<DeviceWorkspaceState>(
       DeviceWorkspaceState{fingerprint, call.device(), clean_page()});
 }
 
-DeviceWorkspaceState& DeviceWorkspaces::find(const one_sided::WorkspaceView& workspace,
-                                             const CudaCall& call) {
-  const uint64_t fingerprint = workspace.geometry.fingerprint();
+DeviceWorkspaceState& DeviceWorkspaces::find(const RankWorkspace& workspace, const CudaCall& call) {
+  const uint64_t fingerprint = workspace.fingerprint;
   DeviceWorkspaceState* state = lookup(workspace);
   if (state != nullptr && state->fingerprint == fingerprint && state->device == call.device()) {
     return *state;
   }
-  if (workspace.geometry.ep_size > 1) {
+  if (workspace.ep_size > 1) {
     if (state != nullptr) raise_other_geometry();
     if (knows(fingerprint)) raise_copy();
     raise_not_initialised();
@@ -68,15 +60,15 @@ DeviceWorkspaceState& DeviceWorkspaces::find(const one_sided::WorkspaceView& wor
               "this workspace tensor is a copy, or was not initialised, and a CUDA graph is being "
               "captured: initialise the workspace and run one eager round on it first");
   ControlBlock control;
-  check_cuda(cudaMemcpyAsync(&control, own_segment(workspace), sizeof control,
+  check_cuda(cudaMemcpyAsync(&control, workspace.own_segment, sizeof control,
                              cudaMemcpyDeviceToHost, call.stream()),
              "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(call.stream()), "cudaStreamSynchronize");
-  check_initialised(control, workspace.geometry.fingerprint());
+  check_initialised(control, fingerprint);
   return state_of_copies(call.device());
 }
 
-void DeviceWorkspaces::forget(const one_sided::WorkspaceView& workspace, const CudaCall& call) {
+void DeviceWorkspaces::forget(const RankWorkspace& workspace, const CudaCall& call) {
   const Entry entry = take(workspace);
   if (entry == nullptr) return;
   // An error here is one of the device, and whatever uses it next hears of it. A kernel may then
@@ -89,15 +81,15 @@ void DeviceWorkspaces::forget(const one_sided::WorkspaceView& workspace, const C
   free_pages_.push_back(entry->page);
 }
 
-DeviceWorkspaces::Entry DeviceWorkspaces::take(const one_sided::WorkspaceView& workspace) {
+DeviceWorkspaces::Entry DeviceWorkspaces::take(const RankWorkspace& workspace) {
   const std::lock_guard lock(mutex_);
-  auto node = of_segment_.extract(own_segment(workspace));
+  auto node = of_segment_.extract(workspace.own_segment);
   return node.empty() ? nullptr : std::move(node.mapped());
 }
 
-DeviceWorkspaceState* DeviceWorkspaces::lookup(const one_sided::WorkspaceView& workspace) {
+DeviceWorkspaceState* DeviceWorkspaces::lookup(const RankWorkspace& workspace) {
   const std::lock_guard lock(mutex_);
-  const auto found = of_segment_.find(own_segment(workspace));
+  const auto found = of_segment_.find(workspace.own_segment);
   return found == of_segment_.end() ? nullptr : found->second.get();
 }
 
@@ -128,7 +120,7 @@ StatusPage* DeviceWorkspaces::clean_page() {
   return static_cast<StatusPage*>(memory);
 }
 
-DeviceWorkspaceState& begin_call(const one_sided::WorkspaceView& workspace, const CudaCall& call) {
+DeviceWorkspaceState& begin_call(const RankWorkspace& workspace, const CudaCall& call) {
   DeviceWorkspaceState& state = DeviceWorkspaces::of_this_process().find(workspace, call);
   if (call.is_captured()) {
     check_state(state.round_has_run,

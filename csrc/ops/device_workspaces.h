@@ -14,7 +14,25 @@
 
 namespace moe_ep::ops {
 
-// One rank's workspace. Used by one call at a time, as all ops on a workspace are.
+// A rank's workspace, of any transport.
+struct RankWorkspace {
+  const uint8_t* own_segment;  // begins with its ControlBlock
+  int32_t ep_rank;
+  int32_t ep_size;
+  int32_t num_experts;
+  uint64_t fingerprint;  // of its geometry
+
+  // View: a transport's WorkspaceView.
+  template <typename View>
+  RankWorkspace(const View& view)  // NOLINT: a view is one
+      : own_segment(view.segment(view.ep_rank)),
+        ep_rank(view.ep_rank),
+        ep_size(view.geometry.ep_size),
+        num_experts(view.geometry.num_experts),
+        fingerprint(view.geometry.fingerprint()) {}
+};
+
+// What the process keeps about one. Used by one call at a time, as all ops on a workspace are.
 struct DeviceWorkspaceState {
   uint64_t fingerprint;  // of the geometry it was initialised for
   int32_t device;
@@ -36,21 +54,21 @@ class DeviceWorkspaces {
 
   // For `initialize`: a new state, or a clean one on the page of old, which CUDA graphs may know.
   // Waits for the rounds of old.
-  void add(const one_sided::WorkspaceView& workspace, const CudaCall& call);
+  void add(const RankWorkspace& workspace, const CudaCall& call);
 
   // Raises MoEEpStateError unless the workspace was initialised for this geometry; if it has peers,
   // it must be the very memory. One without may be a copy (tests of the ops make copies), which is
   // asked itself: that waits for the device.
-  DeviceWorkspaceState& find(const one_sided::WorkspaceView& workspace, const CudaCall& call);
+  DeviceWorkspaceState& find(const RankWorkspace& workspace, const CudaCall& call);
 
   // Forgets a workspace, once its rounds are over; one that is not there is fine.
-  void forget(const one_sided::WorkspaceView& workspace, const CudaCall& call);
+  void forget(const RankWorkspace& workspace, const CudaCall& call);
 
  private:
   using Entry = std::unique_ptr<DeviceWorkspaceState>;  // states stay where they are
 
-  Entry take(const one_sided::WorkspaceView& workspace);
-  DeviceWorkspaceState* lookup(const one_sided::WorkspaceView& workspace);
+  Entry take(const RankWorkspace& workspace);
+  DeviceWorkspaceState* lookup(const RankWorkspace& workspace);
   bool knows(uint64_t fingerprint);
   DeviceWorkspaceState& state_of_copies(int32_t device);
   StatusPage* clean_page();
@@ -64,6 +82,6 @@ class DeviceWorkspaces {
 
 // The state of a workspace at the start of an op on it. Raises what a round before it has recorded
 // so far and nothing can be done about: a wait that timed out.
-DeviceWorkspaceState& begin_call(const one_sided::WorkspaceView& workspace, const CudaCall& call);
+DeviceWorkspaceState& begin_call(const RankWorkspace& workspace, const CudaCall& call);
 
 }  // namespace moe_ep::ops

@@ -48,8 +48,10 @@ void define_one_sided(Library& m, const char* backend) {
 
 STABLE_TORCH_LIBRARY(moe_ep, m) {
   for (const char* backend : moe_ep::ops::kOneSidedBackends) define_one_sided(m, backend);
-  // A two-sided round: prepare, alltoallv, combine.
-  // row_bytes: of the fields that alltoallv will move; has_weights: whether weights are among them.
+  // A two-sided round: prepare, alltoallv, combine. recv_counts become 0 where the rows do not
+  // come. max_sm_count: multiprocessors that a call uses at a time; 0: no limit. Nothing on the
+  // CPU. row_bytes: of the fields that alltoallv will move; has_weights: whether weights are among
+  // them.
   m.def(
       "two_sided_prepare(Tensor(a!) workspace, Tensor topk_ids, int[] geometry, int ep_rank, "
       "int invalid_expert_id, SymInt tokens_per_rank, int[] row_bytes, bool has_weights, "
@@ -57,15 +59,18 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
       "Tensor recv_counts)");
   m.def(
       "two_sided_alltoallv(Tensor(a!) workspace, Tensor[] rows, Tensor send_tokens, "
-      "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!)[] received) -> ()");
+      "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!)[] received, "
+      "Tensor(c!) recv_counts, int max_sm_count=0) -> ()");
   m.def(
       "two_sided_combine(Tensor(a!) workspace, Tensor expert_output, Tensor send_tokens, "
-      "int[] geometry, int ep_rank, SymInt num_tokens, int timeout_sec) -> Tensor");
+      "int[] geometry, int ep_rank, SymInt num_tokens, int timeout_sec, int max_sm_count=0) -> "
+      "Tensor");
   m.def(
       "two_sided_combine_out(Tensor(a!) workspace, Tensor expert_output, Tensor send_tokens, "
-      "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!) output) -> ()");
+      "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!) output, int max_sm_count=0) -> ()");
   m.def("two_sided_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def("two_sided_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
+  m.def("two_sided_forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def(
       "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
       "-> ()");

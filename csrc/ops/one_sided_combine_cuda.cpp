@@ -7,7 +7,7 @@
 #include "cake/cuda.h"
 #include "one_sided/cuda.h"
 #include "ops/combine_args.h"
-#include "ops/device_status.h"
+#include "ops/device_rounds.h"
 #include "ops/device_workspaces.h"
 #include "ops/errors.h"
 #include "ops/one_sided_backends.h"
@@ -16,18 +16,11 @@
 namespace moe_ep::ops {
 namespace {
 
-// Errors that leave the ranks in step are raised when the round is on its way to its end on this
-// rank, too: raising earlier would leave the peers waiting.
 template <auto kLaunch>
 void run(const one_sided::CombineParams& p, const CudaCall& call, DeviceWorkspaceState& state,
          bool enable_pdl) {
-  RoundErrors errors;
-  // Of the dispatch before, whose peers wait for nothing that this rank has still to do.
-  if (!call.is_captured()) errors = RoundErrors(*state.page, call.stream());
-  state.runs_on(call);
-  check_cuda(kLaunch(p, {call.stream(), state.page, nullptr, enable_pdl}), "launching combine");
-  if (!call.is_captured()) state.round_has_run = true;
-  errors.raise(p.workspace);
+  close_round(p.workspace, call, state,
+              [&] { return kLaunch(p, {call.stream(), state.page, nullptr, enable_pdl}); });
 }
 
 template <auto kLaunch>

@@ -4,7 +4,7 @@
 
 #include "one_sided/cuda.h"
 #include "one_sided/row_copies.h"
-#include "ops/device_status.h"
+#include "ops/device_rounds.h"
 #include "ops/device_workspaces.h"
 #include "ops/errors.h"
 #include "ops/expert_ids.h"
@@ -17,18 +17,9 @@ namespace {
 void initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const CudaCall call(workspace);
-  check_state(!call.is_captured(), "a workspace cannot be initialised in a CUDA graph");
-  DeviceWorkspaces::of_this_process().add(view, call);
+  begin_initialize(view, call);
   check_cuda(one_sided::initialize_on_device(view, call.stream()), "initialising the workspace");
-  // For copies of it, which the process does not know: see DeviceWorkspaces::find.
-  ControlBlock control{};
-  control.magic = kWorkspaceMagic;
-  control.self_address = reinterpret_cast<uint64_t>(view.base);
-  control.fingerprint = view.geometry.fingerprint();
-  check_cuda(cudaMemcpyAsync(view.segment(view.ep_rank), &control, sizeof control,
-                             cudaMemcpyHostToDevice, call.stream()),
-             "cudaMemcpyAsync");
-  check_cuda(cudaStreamSynchronize(call.stream()), "cudaStreamSynchronize");
+  end_initialize(view, view.base, call);
 }
 
 // As on the CPU; whether a round is open, and with which rows, is up to the caller.
@@ -59,13 +50,7 @@ Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
 
 void check_workspace(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
-  const CudaCall call(workspace);
-  check_state(!call.is_captured(),
-              "check() waits for the device, which a CUDA graph cannot: call it after the graph");
-  DeviceWorkspaceState& state = DeviceWorkspaces::of_this_process().find(view, call);
-  check_cuda(state.wait(call), "waiting for the device");
-  raise_timeout_again(state, view);
-  RoundErrors(*state.page, call.stream()).raise(view);
+  check_rounds(view, CudaCall(workspace));
 }
 
 void forget(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {

@@ -1,6 +1,5 @@
 // The ops moe_ep::two_sided_combine and two_sided_combine_out for CPU tensors.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <string>
@@ -8,8 +7,8 @@
 
 #include "ops/errors.h"
 #include "ops/round_errors.h"
-#include "ops/tensor_args.h"
 #include "ops/two_sided_args.h"
+#include "ops/two_sided_host.h"
 #include "two_sided/cpu.h"
 
 namespace moe_ep::ops {
@@ -19,27 +18,21 @@ two_sided::CombineParams combine_params(const Tensor& workspace, const Tensor& e
                                         const Tensor& send_tokens,
                                         const std::vector<int64_t>& geometry, int64_t ep_rank,
                                         int64_t num_tokens, int64_t hidden_size,
-                                        int64_t timeout_sec) {
+                                        int64_t timeout_sec, int64_t max_sm_count) {
   two_sided::CombineParams p{};
   p.workspace = two_sided_workspace(workspace, geometry, ep_rank);
   p.timeout_sec = checked_timeout(timeout_sec);
+  checked_max_sm_count(max_sm_count);  // nothing to limit, see two_sided_alltoallv
   const ControlBlock& control = initialised_control(p.workspace);
-  check_state(control.phase == Phase::kDispatch && round_state_of(p.workspace).rows_delivered == 1,
+  check_state(control.phase == Phase::kDispatch && rows_are_delivered(p.workspace),
               "combine was called before alltoallv");
   check(num_tokens == control.num_tokens,
         "combine must be called with the num_tokens=", control.num_tokens, " of its dispatch, got ",
         num_tokens);
   p.num_tokens = control.num_tokens;
   p.tokens_per_rank = control.tokens_per_rank;
-  p.send_tokens = send_tokens_from(send_tokens, p.workspace);
-  p.row_type = row_type_from(expert_output.scalar_type());
-  check(hidden_size >= 1 && hidden_size <= kMaxSegmentBytes, "hidden_size must be in [1, ",
-        kMaxSegmentBytes, "], got ", hidden_size);
-  p.hidden_size = hidden_size;
-  const int64_t num_rows = static_cast<int64_t>(p.workspace.geometry.ep_size) * p.tokens_per_rank;
-  p.expert_output = expert_output_from(expert_output, workspace, expert_output.scalar_type(),
-                                       num_rows, hidden_size);
-  check_outside_workspace("expert_output", expert_output, p.workspace);
+  p.send_tokens = send_tokens_of_round(send_tokens, workspace, p.workspace);
+  set_expert_output(p, expert_output, workspace, hidden_size);
   return p;
 }
 
@@ -62,18 +55,14 @@ void raise_recorded_ids(const two_sided::WorkspaceView& workspace) {
   raise_invalid_ids(invalid, workspace.ep_rank, workspace.geometry.num_experts);
 }
 
-Tensor new_sums(int64_t num_tokens, int64_t hidden_size, ScalarType dtype) {
-  return torch::stable::empty({num_tokens, hidden_size}, dtype);
-}
-
 Tensor two_sided_combine(Tensor workspace, Tensor expert_output, Tensor send_tokens,
                          std::vector<int64_t> geometry, int64_t ep_rank, int64_t num_tokens,
-                         int64_t timeout_sec) {
+                         int64_t timeout_sec, int64_t max_sm_count) {
   check(expert_output.dim() == 2, "expert_output must be 2-D, got ", expert_output.dim(), "-D");
   two_sided::CombineParams p =
       combine_params(workspace, expert_output, send_tokens, geometry, ep_rank, num_tokens,
-                     expert_output.size(1), timeout_sec);
-  Tensor sums = new_sums(num_tokens, p.hidden_size, expert_output.scalar_type());
+                     expert_output.size(1), timeout_sec, max_sm_count);
+  Tensor sums = new_sums(p.num_tokens, expert_output);
   p.output = static_cast<uint8_t*>(sums.mutable_data_ptr());
   run(p);
   raise_recorded_ids(p.workspace);
@@ -82,25 +71,20 @@ Tensor two_sided_combine(Tensor workspace, Tensor expert_output, Tensor send_tok
 
 void two_sided_combine_out(Tensor workspace, Tensor expert_output, Tensor send_tokens,
                            std::vector<int64_t> geometry, int64_t ep_rank, int64_t timeout_sec,
-                           Tensor output) {
-  check_sums(output);
-  check_device("output", output, workspace);
-  check_dtype(output.scalar_type() == expert_output.scalar_type(),
-              "expert_output must have the output's dtype");
-  two_sided::CombineParams p = combine_params(workspace, expert_output, send_tokens, geometry,
-                                              ep_rank, output.size(0), output.size(1), timeout_sec);
-  check_outside_workspace("output", output, p.workspace);
+                           Tensor output, int64_t max_sm_count) {
+  check_output(output, expert_output, workspace, two_sided_workspace(workspace, geometry, ep_rank));
+  two_sided::CombineParams p =
+      combine_params(workspace, expert_output, send_tokens, geometry, ep_rank, output.size(0),
+                     output.size(1), timeout_sec, max_sm_count);
   auto* to = static_cast<uint8_t*>(output.mutable_data_ptr());
-  const int64_t bytes = output.numel() * static_cast<int64_t>(output.element_size());
-  // Rows leave while sums are formed: a sum must not be written where a row still waits.
-  if (!overlaps(expert_output, to, to + bytes)) {
+  if (!shares_memory(output, expert_output)) {
     p.output = to;
     run(p);
   } else {
-    Tensor sums = new_sums(p.num_tokens, p.hidden_size, output.scalar_type());
+    Tensor sums = new_sums(p.num_tokens, expert_output);
     p.output = static_cast<uint8_t*>(sums.mutable_data_ptr());
     run(p);
-    std::copy_n(p.output, bytes, to);
+    std::copy_n(p.output, output.numel() * static_cast<int64_t>(output.element_size()), to);
   }
   raise_recorded_ids(p.workspace);
 }

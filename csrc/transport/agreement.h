@@ -12,20 +12,10 @@
 #include <optional>
 
 #include "core/workspace_layout.h"
+#include "transport/same_call.h"
 #include "transport/wait_for_peers.h"
 
 namespace moe_ep {
-
-inline bool same_round(const RoundHeader& a, const RoundHeader& b) {
-  return a.tokens_per_rank == b.tokens_per_rank && a.has_weights == b.has_weights &&
-         a.has_stats == b.has_stats && a.num_payloads == b.num_payloads &&
-         std::equal(a.row_bytes, a.row_bytes + kMaxPayloads, b.row_bytes);
-}
-
-inline bool same_rows(const CombineFlag& a, const CombineFlag& b) {
-  return a.row_type == b.row_type && a.hidden_size == b.hidden_size &&
-         a.low_precision == b.low_precision;
-}
 
 // `SegmentOf(rank)` gives a segment with control(), round_header(source) and combine_flag(owner).
 template <typename SegmentOf>

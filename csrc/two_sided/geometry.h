@@ -21,6 +21,8 @@ struct Geometry {
   int32_t max_tokens_per_rank;  // sizes nothing
   int32_t num_slots;            // of each FIFO; a power of two, see Segment::slot
   int64_t slot_bytes;
+  int32_t num_channels;  // FIFOs of each pair and direction, see channels.h; the CPU has one
+  int32_t spans_gpus;    // 1: ranks may be on several GPUs. 0: they share one
 
   // A token has at most one row on a rank, and at most one rank for each of its picks.
   MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
@@ -35,17 +37,21 @@ struct Geometry {
                                static_cast<uint64_t>(top_k),
                                static_cast<uint64_t>(max_tokens_per_rank),
                                static_cast<uint64_t>(num_slots),
-                               static_cast<uint64_t>(slot_bytes)};
+                               static_cast<uint64_t>(slot_bytes),
+                               static_cast<uint64_t>(num_channels),
+                               static_cast<uint64_t>(spans_gpus)};
     return fingerprint_of(fields);
   }
 };
 
 inline constexpr int64_t kMaxSlots = 1 << 16;
 inline constexpr int64_t kMaxSlotBytes = 1 << 30;
+inline constexpr int64_t kMaxChannels = 1 << 10;
 
 // Throws std::invalid_argument that names the field, the limit and the value.
 inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top_k,
-                               int64_t max_tokens_per_rank, int64_t num_slots, int64_t slot_bytes) {
+                               int64_t max_tokens_per_rank, int64_t num_slots, int64_t slot_bytes,
+                               int64_t num_channels, int64_t spans_gpus) {
   constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
   const auto in_range = [](const char* name, int64_t value, int64_t low, int64_t high) {
     return static_cast<int32_t>(require_in_range(name, value, low, high));
@@ -60,6 +66,14 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
   if (!std::has_single_bit(static_cast<uint32_t>(g.num_slots))) {
     throw std::invalid_argument("num_slots must be a power of two, got " +
                                 std::to_string(num_slots));
+  }
+  g.num_channels = in_range("num_channels", num_channels, 1, kMaxChannels);
+  g.spans_gpus = in_range("spans_gpus", spans_gpus, 0, 1);
+  const int64_t slots = int64_t{g.ep_size} * g.num_channels * g.num_slots;
+  if (g.slot_bytes > kMaxSegmentBytes / slots) {
+    throw std::invalid_argument("num_slots * slot_bytes * num_channels must be at most " +
+                                std::to_string(kMaxSegmentBytes / g.ep_size) + " for " +
+                                std::to_string(g.ep_size) + " ranks");
   }
   return g;
 }

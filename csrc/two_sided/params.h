@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/host_device.h"
 #include "core/interrupt.h"
 #include "core/limits.h"
 #include "core/rows.h"
@@ -20,7 +21,7 @@ struct WorkspaceView {
   Geometry geometry;
   InterruptCheck interrupted = nullptr;  // null: waits end with their deadline only
 
-  uint8_t* segment(int32_t rank) const { return base + rank * rank_stride; }
+  MOE_EP_HOST_DEVICE uint8_t* segment(int32_t rank) const { return base + rank * rank_stride; }
 };
 
 // The tensors that a dispatch moves together; each has a row for every token.
@@ -49,6 +50,7 @@ struct PrepareParams {
 
 struct AlltoallvParams {
   WorkspaceView workspace;
+  int32_t num_tokens;
   int32_t tokens_per_rank;
   // The tokens for rank 0 in ascending order, then those for rank 1, ...; how many go to each
   // stands in the segment.
@@ -56,6 +58,7 @@ struct AlltoallvParams {
   int32_t num_fields;
   RowsIn rows[kMaxPayloads];        // [num_tokens] rows each
   uint8_t* received[kMaxPayloads];  // [ep_size * tokens_per_rank] dense rows each
+  int32_t* recv_counts;             // [ep_size]; CUDA: 0 if they do not come
   int32_t timeout_sec;
 };
 

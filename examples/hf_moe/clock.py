@@ -76,22 +76,28 @@ class ExchangeClock:
             torch.cuda.synchronize(self._device)
 
 
-def timed(implementation: type[EPImplementation], clock: ExchangeClock) -> type[EPImplementation]:
-    """`implementation` with its exchange on `clock`.
+def timed(
+    implementation: Callable[..., EPImplementation], clock: ExchangeClock
+) -> Callable[..., EPImplementation]:
+    """`implementation`, a class or what makes one's objects, with its exchange on `clock`.
 
-    Ours and transformers' `AllToAllEP` have methods of the same names for the two phases.
+    moe_ep's and transformers' `AllToAllEP` have methods of the same names for the two phases.
     """
 
-    class TimedImplementation(implementation):  # type: ignore[valid-type,misc]
-        def _dispatch_tokens(self, *arguments: Any) -> Any:
-            with clock.measure("dispatch"):
-                return super()._dispatch_tokens(*arguments)
+    def on_clock(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with clock.measure(phase):
+                return method(*arguments)
 
-        def _combine_tokens(self, *arguments: Any) -> Any:
-            with clock.measure("combine"):
-                return super()._combine_tokens(*arguments)
+        return run
 
-    return TimedImplementation
+    def make(*arguments: Any) -> EPImplementation:
+        made: Any = implementation(*arguments)
+        made._dispatch_tokens = on_clock("dispatch", made._dispatch_tokens)
+        made._combine_tokens = on_clock("combine", made._combine_tokens)
+        return made
+
+    return make
 
 
 def best(passes: list[PassTimes]) -> PassTimes:

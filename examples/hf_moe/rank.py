@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_ep_transformers import MoEEpImplementation, register_moe_ep
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.utils import logging as transformers_logging
 
 from hf_moe.check import compare_logits
@@ -24,6 +23,7 @@ from hf_moe.model import input_ids, saved_model
 from hf_moe.places import describe, enter, group_backends
 from hf_moe.report import header, table, verdict
 from moe_ep import MoEEpError
+from moe_ep.integrations.transformers import register
 
 OURS, THEIRS = "moe_ep", "all_to_all"  # names in transformers' registry
 
@@ -50,12 +50,10 @@ def check_and_time(options: argparse.Namespace, device: torch.device) -> int:
     """Returns 0 if all ranks' logits are those of one process, else 1. Rank 0 prints a report."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     clock = ExchangeClock(device)
-    communications = register_moe_ep(
-        options.backend,
-        max_tokens_per_rank=options.tokens,
-        implementation=timed(MoEEpImplementation, clock),
-    )
-    EPImplementationInterface.register(THEIRS, timed(AllToAllEP, clock))
+    experts = register(options.backend, max_tokens_per_rank=options.tokens, name=OURS)
+    implementations = EPImplementationInterface()
+    for name in (OURS, THEIRS):
+        implementations.register(name, timed(implementations[name], clock))
     if rank == 0:
         print(header(options, describe(device)), flush=True)
 
@@ -91,12 +89,12 @@ def check_and_time(options: argparse.Namespace, device: torch.device) -> int:
                 passes[name].append(clock.time_pass(forward))
 
     if rank == 0:
-        ours = f"moe_ep ({communications.backend_name})"
+        ours = f"moe_ep ({experts.communications[0].backend_name})"
         times = {ours: best(passes[OURS]), f"transformers {THEIRS}": best(passes[THEIRS])}
         through_host = device.type == "cuda" and "nccl" not in group_backends(device.type)
         print(table(times, options, theirs_goes_through_host=through_host))
         print(verdict(agreement, f"{ranks} ranks over {ours}"), flush=True)
-    communications.destroy()
+    experts.destroy()
     return 1 if agreement.wrong else 0
 
 

@@ -46,6 +46,7 @@ class CakeAlltoAll(MoEEpCommunication):
     config_type = CakeAlltoAllConfig
     supports_cuda_graph = True
     supports_torch_compile = True
+    _has_graph_ops = True
     one_host_only = True
 
     @classmethod

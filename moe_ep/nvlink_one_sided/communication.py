@@ -37,6 +37,7 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
     config_type = NVLinkOneSidedConfig
     supports_cuda_graph = True
     supports_torch_compile = True
+    _has_graph_ops = True
     one_host_only = True
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_ep import cuda_support
 from moe_ep._native import MAX_PACKET_TOKENS, Geometry
 from moe_ep.nvlink_one_sided.config import NVLinkOneSidedConfig
 from moe_ep.one_sided import places
@@ -18,7 +19,7 @@ def reason_against(device: torch.device | None) -> str | None:
 
     device: None asks whether any would do.
     """
-    return places.reason_against("nvlink_one_sided", _MIN_CAPABILITY, device)
+    return cuda_support.reason_against("nvlink_one_sided", _MIN_CAPABILITY, device)
 
 
 def geometry_of(

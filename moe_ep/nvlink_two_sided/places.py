@@ -1,7 +1,10 @@
-"""What sizes the workspace of nvlink_two_sided, and which one does a communication get?"""
+"""Where can nvlink_two_sided run, what sizes its workspace there, and which one does it get?"""
 
 from __future__ import annotations
 
+import torch
+
+from moe_ep import cuda_support
 from moe_ep._native import FifoGeometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
@@ -14,39 +17,77 @@ from moe_ep.params import MoEEpCommParams
 from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
 
-# Deep enough that a small step fits, and few turns are taken between ranks that share cores; small
-# enough to stay in a cache. On 4 ranks and 2 cores, with 32 to 1024 tokens of 2048 and 7168
-# elements, slots of 16 to 128 KiB and FIFOs of 0.25 to 2 MiB differed by less than the noise.
+_MIN_CAPABILITY = (8, 0)
+"""Of CUDA devices: the first with reductions over a warp."""
+
+# On the CPU. Deep enough that a small step fits, and few turns are taken between ranks that share
+# cores; small enough to stay in a cache. On 4 ranks and 2 cores, with 32 to 1024 tokens of 2048 and
+# 7168 elements, slots of 16 to 128 KiB and FIFOs of 0.25 to 2 MiB differed by less than the noise.
 _SLOT_BYTES = 1 << 16
 _NUM_SLOTS = 16
 _MAX_FIFO_BYTES = 8 << 20
 """Of one rank, for all its peers together: groups of more than 8 ranks get smaller FIFOs."""
 _MIN_SLOTS = 4
 
+# On CUDA: a slot is what the loads of a warp bring at once, a FIFO has one on its way out and one
+# on its way in. A rank has 8 MiB of them: as many warps as a quarter of an H200 holds keep half of
+# that in use. See docs/two_sided.md.
+_CUDA_SLOT_BYTES = 1 << 12
+_CUDA_NUM_SLOTS = 2
+_CUDA_FIFOS = 1024
+"""Of one rank, for all its peers together."""
+_CUDA_MAX_CHANNELS = 512
 
-def geometry_of(params: MoEEpCommParams, ep_size: int) -> FifoGeometry:
+
+def reason_against(device: torch.device | None) -> str | None:
+    """Return why nvlink_two_sided cannot run on a device of this machine, or None if it can.
+
+    device: None asks whether any would do.
+    """
+    return cuda_support.reason_against("nvlink_two_sided", _MIN_CAPABILITY, device)
+
+
+def geometry_of(
+    params: MoEEpCommParams, ep_size: int, device: torch.device, *, spans_gpus: bool = True
+) -> FifoGeometry:
     """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+
+    spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
+        ordered within one GPU only. The size does not depend on it.
 
     Raises MoEEpConfigError where a size is past its limit.
     """
     require_int_in_range("ep_size", ep_size, 1, MAX_EP_SIZE)
-    num_slots, slot_bytes = _NUM_SLOTS, _SLOT_BYTES
-    while ep_size * num_slots * slot_bytes > _MAX_FIFO_BYTES:
-        if num_slots > _MIN_SLOTS:
-            num_slots //= 2
-        else:
-            slot_bytes //= 2
+    fifos = _cuda_fifos(ep_size) if device.type == "cuda" else _cpu_fifos(ep_size)
     try:
         return FifoGeometry(
             ep_size=ep_size,
             num_experts=params.num_experts,
             top_k=params.top_k,
             max_tokens_per_rank=params.max_tokens_per_rank,
-            num_slots=num_slots,
-            slot_bytes=slot_bytes,
+            spans_gpus=int(spans_gpus),
+            **fifos,
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None
+
+
+def _cuda_fifos(ep_size: int) -> dict[str, int]:
+    return {
+        "num_channels": min(_CUDA_FIFOS // ep_size, _CUDA_MAX_CHANNELS),
+        "num_slots": _CUDA_NUM_SLOTS,
+        "slot_bytes": _CUDA_SLOT_BYTES,
+    }
+
+
+def _cpu_fifos(ep_size: int) -> dict[str, int]:
+    num_slots, slot_bytes = _NUM_SLOTS, _SLOT_BYTES
+    while ep_size * num_slots * slot_bytes > _MAX_FIFO_BYTES:
+        if num_slots > _MIN_SLOTS:
+            num_slots //= 2
+        else:
+            slot_bytes //= 2
+    return {"num_slots": num_slots, "slot_bytes": slot_bytes}
 
 
 def join_workspace(
@@ -56,4 +97,11 @@ def join_workspace(
     layout: FifoGeometry,
 ) -> Workspace:
     """Return the workspace of a communication, which others may have, too. Collective."""
-    return join_memory(bootstrap, comm, config, layout, initialize=kernels.initialize)
+    return join_memory(
+        bootstrap,
+        comm,
+        config,
+        layout,
+        initialize=kernels.initialize,
+        forget=kernels.forget,
+    )

@@ -12,12 +12,12 @@ from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError, MoEEpStateError
+from moe_ep.errors import MoEEpConfigError
 from moe_ep.one_sided import received
 from moe_ep.one_sided.ops import OneSidedOps
 from moe_ep.one_sided.settings import OneSidedSettings
 from moe_ep.params import MoEEpCommParams
-from moe_ep.streams import on_stream_of
+from moe_ep.streams import on_stream_of, refuse_foreign_capture
 from moe_ep.tensors import dense_rows, fill_with_sums
 
 
@@ -43,7 +43,6 @@ class OneSidedExchange:
         self.workspace = workspace
         self._bootstrap = bootstrap
         self._device = bootstrap.torch_device
-        self._cuda_index = self._device.index if self._device.type == "cuda" else None
         self._ep_rank = bootstrap.rank
         self._params = params
         self._timeout_sec = settings.timeout_sec
@@ -58,7 +57,7 @@ class OneSidedExchange:
         call: dispatch or combine, for messages.
         """
         self._check_rank_mask(active_rank_mask)
-        self._refuse_foreign_capture(call)
+        refuse_foreign_capture(call, self._bootstrap)
 
     def dispatch(
         self,
@@ -150,23 +149,6 @@ class OneSidedExchange:
         # The memory goes with the last object of the workspace, which waits for own rounds only:
         # peers keep their mappings of it until they destroy.
         del self.workspace
-
-    def _refuse_foreign_capture(self, call: str) -> None:
-        """Raise in a capture of a CUDA graph that would miss this call, which would run at once."""
-        if self._cuda_index is None or torch.compiler.is_compiling():
-            return
-        current = torch.cuda.current_device()
-        usual = current == self._cuda_index and self._bootstrap.stream == 0
-        if usual or not torch.cuda.is_current_stream_capturing():
-            return
-        with torch.cuda.device(self._device), on_stream_of(self._bootstrap):
-            if torch.cuda.is_current_stream_capturing():
-                return  # the streams are joined in one capture
-        whose = "the current" if self._bootstrap.stream == 0 else "the bootstrap's"
-        raise MoEEpStateError(
-            f"{call} while a CUDA graph is being captured on cuda:{current}, but it runs on "
-            f"{whose} stream of {self._device}, which is not captured: capture that one."
-        )
 
     def _check_rank_mask(self, mask: Tensor | None) -> None:
         """Check what the host can see of a mask; the op checks its bits."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_ep import _native, ops
+from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
@@ -17,32 +17,6 @@ from moe_ep.one_sided.settings import OneSidedSettings
 from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
 from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
-
-
-def reason_against(
-    backend: str, min_capability: tuple[int, int], device: torch.device | None
-) -> str | None:
-    """Return why a backend cannot run on a device of this machine, or None if it can.
-
-    min_capability: the least compute capability of a CUDA device.
-    device: None asks whether any would do.
-    """
-    if device is None or device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return f"{backend} runs on the CPU and on CUDA devices, got device {device}"
-    if not ops.has_cuda_kernels():
-        return "this build of moe_ep has no CUDA kernels"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device on this machine"
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        return f"there is no {device}: torch finds {count} CUDA device(s)"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < min_capability:
-        wanted, found = (".".join(map(str, c)) for c in (min_capability, capability))
-        return f"{backend} needs compute capability {wanted} or newer, {device} has {found}"
-    return None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import moe_ep.ops  # noqa: F401  (loads the ops)
+from moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpDispatchResult, TorchDistAlltoAll
 from moe_ep._native import FifoGeometry, Geometry
 from moe_ep.cake import CakeAlltoAll
 from moe_ep.ops import ONE_SIDED_BACKENDS
+from moe_ep.reference import reference_combine, reference_dispatch
 
 TOKENS, TOP_K, HIDDEN, CAPACITY, STATS = 3, 2, 40, 4, 5
 GEOMETRY = Geometry(
@@ -65,16 +67,16 @@ def prepare_arguments(memory: Tensor) -> tuple[Any, ...]:
 
 def alltoallv_arguments() -> tuple[Any, ...]:
     memory = fifos()
-    _, send_tokens, _, _ = OPS.two_sided_prepare(*prepare_arguments(memory))
+    _, send_tokens, _, recv_counts = OPS.two_sided_prepare(*prepare_arguments(memory))
     rows = torch.randn(TOKENS, HIDDEN).bfloat16()
     received = torch.zeros(CAPACITY, HIDDEN).bfloat16()
-    return memory, [rows], send_tokens, FIFOS.fields(), 0, 1, [received]
+    return memory, [rows], send_tokens, FIFOS.fields(), 0, 1, [received], recv_counts
 
 
 def sums_arguments() -> tuple[Any, ...]:
     arguments = alltoallv_arguments()
     OPS.two_sided_alltoallv(*arguments)
-    memory, _, send_tokens, *_, (received,) = arguments
+    memory, _, send_tokens, *_, (received,), _ = arguments
     return memory, received, send_tokens, FIFOS.fields(), 0
 
 
@@ -104,6 +106,54 @@ def combine_arguments() -> tuple[Any, ...]:
     expert_output = torch.randn(CAPACITY, HIDDEN).bfloat16()
     where = (dispatched(), expert_output, None, FIELDS, 0)
     return (*where, TOKENS, CAPACITY, HIDDEN, torch.bfloat16, 1)
+
+
+class Stateless(TorchDistAlltoAll):
+    """The reference of one rank, whose calls are legal in any order: torch's checks run an op many
+    times."""
+
+    def _require(self, state: str, call: str) -> None:
+        self._shared.state = state
+
+    def _dispatch(
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, **how: Any
+    ) -> MoEEpDispatchResult:
+        self.given = topk_ids
+        weights = None if topk_weights is None else [topk_weights]
+        sizes = {"tokens_per_rank": how["tokens_per_rank"]}
+        sent = reference_dispatch(self.params, 1, [hidden_states], [topk_ids], weights, **sizes)
+        return MoEEpDispatchResult(**vars(sent[0]))
+
+    def _combine(self, expert_output: Tensor, *, tokens_per_rank: int, **how: Any) -> Tensor:
+        width, dtype = expert_output.shape[1], expert_output.dtype
+        params = MoEEpCommParams(6, TOP_K, CAPACITY, width, dtype=dtype)
+        sizes = {"tokens_per_rank": tokens_per_rank}
+        return reference_combine(params, 1, [self.given], [expert_output], **sizes)[0]
+
+
+ROUND = Stateless(
+    BootstrapConfig(1, 0, device="cpu"),
+    MoEEpCommParams(6, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32),
+)
+
+
+def round_arguments(phase: str) -> tuple[Any, ...]:
+    ids = torch.tensor([[0, 5], [-1, 2], [-1, -1]])
+    rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    number, flags = ROUND._number, (True, True, True)
+    if phase == "dispatch":
+        # Without gradients: the check would give `link` one that no combine has given.
+        weights = torch.rand(TOKENS, TOP_K)
+        return rows.detach(), weights, ids, None, None, None, number, 1, CAPACITY, True, True
+    ROUND.dispatch(rows.detach(), ids)
+    if phase == "combine":
+        made, link = torch.randn(CAPACITY, HIDDEN, requires_grad=True), torch.empty(0)
+        return made, link, ids, None, number, 1, TOKENS, CAPACITY, *flags
+    ROUND.combine(torch.zeros(CAPACITY, HIDDEN))
+    if phase == "combine_backward":
+        return rows.detach(), ids, None, number, 1, CAPACITY, *flags
+    grads = (torch.randn(CAPACITY, HIDDEN), torch.randn(CAPACITY, TOP_K), None)
+    return *grads, ids, None, number, CAPACITY, HIDDEN, torch.float32, *flags
 
 
 ONE_SIDED_CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -138,12 +188,17 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.empty(TOKENS, HIDDEN).bfloat16(),
     ),
     "two_sided_check": lambda: (fifos(), FIFOS.fields(), 0),
+    "two_sided_forget": lambda: (fifos(), FIFOS.fields(), 0),
     "sanitize_expert_ids": lambda: (
         torch.zeros(2, 3, 2, dtype=torch.int32),
         torch.tensor([1, 3], dtype=torch.int32),
         -1,
     ),
     "active_rank_mask": lambda: ([0, 65], 70),
+    "round_dispatch": lambda: round_arguments("dispatch"),
+    "round_combine": lambda: round_arguments("combine"),
+    "round_combine_backward": lambda: round_arguments("combine_backward"),
+    "round_dispatch_backward": lambda: round_arguments("dispatch_backward"),
 }
 
 
@@ -154,7 +209,10 @@ def test_every_op_has_a_case() -> None:
 
 
 ON_DEVICES = [
-    (op, device) for op in CASES for device in DEVICES if device == "cpu" or "two_sided" not in op
+    (op, device)
+    for op in CASES
+    for device in DEVICES
+    if device == "cpu" or not op.startswith("round")
 ]
 
 

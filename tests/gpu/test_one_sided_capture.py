@@ -50,7 +50,7 @@ def capture_on_another_gpu(context: RankContext, backend: str) -> list[Problem |
         return problems
 
 
-@on_each(having="masks", devices=(SPREAD,))
+@on_each(having="workspace", devices=(SPREAD,))
 def test_a_capture_on_another_gpu_raises_and_changes_nothing(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

@@ -66,7 +66,7 @@ def live_again(context: RankContext, backend: str) -> None:
             life.verdict.require()
 
 
-@one_sided
+@on_each(having="workspace")
 @sizes
 def test_a_new_communication_is_exact_after_one_that_was_captured(
     ranks: RunOnRanks, backend: Backend, device: str, size: int

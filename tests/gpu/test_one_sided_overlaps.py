@@ -75,7 +75,7 @@ def play_overlapping(
         verdict.require()
 
 
-@on_each(having="zero_copy", devices=EVERYWHERE)
+@on_each(having="workspace", devices=EVERYWHERE)
 @pytest.mark.parametrize("where", ["received", "output"])
 @pytest.mark.parametrize("hidden_size", [64, 37])
 @pytest.mark.parametrize("size", [2, 4, 8])

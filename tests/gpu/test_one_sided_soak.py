@@ -167,16 +167,15 @@ def soak_from_a_graph(
     backend: str,
     params: MoEEpCommParams,
     capacities: tuple[int, ...],
-    enable_pdl: bool,
+    options: dict[str, bool],
     rounds: int,
-    low_precision: bool = False,
 ) -> tuple[int, float]:
     """Body: replay one graph of some rounds, with more delays between the replays; return how many
     rounds that were, and the seconds they took.
     """
-    options = {"enable_pdl": enable_pdl, "use_low_precision_combine": low_precision}
     with create(context, params, backend, **options) as communication:
         device = communication.device
+        low_precision = options.get("use_low_precision_combine", False)
         soaked = SoakRounds(communication, capacities, low_precision)
         soaked.play()
         communication.check()
@@ -219,6 +218,8 @@ def test_no_captured_round_is_wrong_however_the_ranks_drift(
     geometry: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if not backend.pdl and not enable_pdl:
+        pytest.skip(f"{backend} has no programmatic launch to do without")
     capacities = GEOMETRIES[geometry]
     results = ranks(
         size,
@@ -228,10 +229,10 @@ def test_no_captured_round_is_wrong_however_the_ranks_drift(
         backend=backend.name,
         params=MoEEpCommParams(64, TOP_K, max(capacities), 1024),
         capacities=capacities,
-        enable_pdl=enable_pdl,
+        options={"enable_pdl": enable_pdl} if backend.pdl else {},
         rounds=ROUNDS,
     )
-    how = f"{size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, {geometry}"
+    how = f"{backend}, {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, {geometry}"
     report(results, how, capsys)
 
 
@@ -254,11 +255,10 @@ def test_no_captured_round_in_low_precision_is_wrong_however_the_ranks_drift(
         backend=backend.name,
         params=MoEEpCommParams(64, TOP_K, 264, 5000),
         capacities=(160, 3, 264, 40, 1),
-        enable_pdl=enable_pdl,
+        options={"enable_pdl": enable_pdl, "use_low_precision_combine": True},
         rounds=ROUNDS,
-        low_precision=True,
     )
-    how = f"{size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, low precision"
+    how = f"{backend}, {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, FP8"
     report(results, how, capsys)
 
 

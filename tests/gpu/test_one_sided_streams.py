@@ -1,10 +1,12 @@
 """Are rounds exact where ranks launch differently: some with programmatic launch and some without,
-and the calls of a round on streams of their own?
+or with other numbers of CTAs, and the calls of a round on streams of their own?
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -78,12 +80,18 @@ class Rounds:
 
 
 def play_differently(
-    context: RankContext, backend: str, hidden_size: int, apart: bool, captured: bool, times: int
+    context: RankContext,
+    backend: str,
+    options: Sequence[dict[str, Any]],
+    hidden_size: int,
+    apart: bool,
+    captured: bool,
+    times: int,
 ) -> None:
-    """Body: every second rank without programmatic launch."""
+    """Body: the ranks take the options in turn."""
     params = MoEEpCommParams(24, 4, max(CAPACITIES), hidden_size)
-    enable_pdl = context.rank % 2 == 0
-    with create(context, params, backend, enable_pdl=enable_pdl) as communication:
+    own = options[context.rank % len(options)]
+    with create(context, params, backend, **own) as communication:
         rounds = Rounds(communication, Streams(communication.device, apart=apart))
         rounds.play()
         communication.check()
@@ -95,7 +103,7 @@ def play_differently(
         rounds.verdict.require()
 
 
-@on_each(having="zero_copy", devices=EVERYWHERE)
+@on_each(having="workspace", devices=EVERYWHERE)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("apart", [False, True], ids=["one stream", "three streams"])
 def test_ranks_may_launch_their_kernels_differently(
@@ -107,6 +115,8 @@ def test_ranks_may_launch_their_kernels_differently(
         play_differently,
         device=device,
         backend=backend.name,
+        # Every second rank without programmatic launch, or with few multiprocessors.
+        options=[{}, {"enable_pdl": False} if backend.pdl else {"max_sm_count": 3}],
         hidden_size=64 if on_cpu else 1000,
         apart=apart,
         captured=captured,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moe_ep import MoEEpCommParams, QuantFormat
 from tests.backends import (
     ALL,
+    SHARED_GPUS,
     Backend,
     every_backend_spread_too,
     on_each,
@@ -142,29 +143,39 @@ def play_any_geometry(
     check_all(params, rounds, played, low_precision=low_precision)
 
 
-LARGE_STEPS = [
-    (2, 7168, 1024, False),
-    (4, 2880, 1024, False),
-    (8, 7168, 128, False),
-    (2, 7168, 1024, True),
-    (4, 2880, 512, True),
-    (2, 17001, 256, True),
-]
-
-
 @on_shared_gpus
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("size", "hidden_size", "most", "low_precision"), LARGE_STEPS)
+@pytest.mark.parametrize(
+    ("size", "hidden_size", "most"), [(2, 7168, 1024), (4, 2880, 1024), (8, 7168, 128)]
+)
 def test_large_steps_between_small_ones_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, hidden_size: int, most: int
+) -> None:
+    """Sizes at which kernels take other ways than for few tokens; in the CPU's time, too long."""
+    play_large_steps(ranks, backend, device, size, hidden_size, most)
+
+
+@on_each(having="low_precision", devices=SHARED_GPUS)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("size", "hidden_size", "most"), [(2, 7168, 1024), (4, 2880, 512), (2, 17001, 256)]
+)
+def test_large_steps_in_low_precision_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, hidden_size: int, most: int
+) -> None:
+    play_large_steps(ranks, backend, device, size, hidden_size, most, low_precision=True)
+
+
+def play_large_steps(
     ranks: RunOnRanks,
     backend: Backend,
     device: str,
     size: int,
     hidden_size: int,
     most: int,
-    low_precision: bool,
+    *,
+    low_precision: bool = False,
 ) -> None:
-    """Sizes at which kernels take other ways than for few tokens; in the CPU's time, too long."""
     params = MoEEpCommParams(32, 8, most, hidden_size)
     rounds = [
         random_round(
@@ -179,7 +190,7 @@ def test_large_steps_between_small_ones_are_exact(
         backend=backend.name,
         params=params,
         rounds=rounds,
-        options={"use_low_precision_combine": low_precision},
+        options={"use_low_precision_combine": True} if low_precision else {},
         seconds=100,
     )
     check_all(params, rounds, played, low_precision=low_precision)

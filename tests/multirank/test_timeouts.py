@@ -197,7 +197,7 @@ def combine_with_a_silent_peer(context: RankContext, backend: str) -> torch.Tens
     raise AssertionError("the peer was not missed")
 
 
-@on_each(having="masks", devices=(ONE_GPU,))
+@on_each(having="workspace", devices=(ONE_GPU,))
 def test_the_sums_that_a_silent_peer_has_a_part_in_are_nan(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:

@@ -23,7 +23,7 @@ BACKEND = NVLinkTwoSidedConfig.backend_name
 
 def test_steps_much_larger_than_a_fifo_are_exact(ranks: RunOnRanks) -> None:
     params = MoEEpCommParams(8, 4, 600, 2048)
-    geometry = geometry_of(params, 4)
+    geometry = geometry_of(params, 4, torch.device("cpu"))
     assert 300 * params.dispatch_bytes_per_token > geometry.num_slots * geometry.slot_bytes
     rounds = [
         random_round(params, n, seed, padding=0)
@@ -35,8 +35,11 @@ def test_steps_much_larger_than_a_fifo_are_exact(ranks: RunOnRanks) -> None:
 
 def test_fifos_of_a_rank_have_a_limit_together() -> None:
     params = MoEEpCommParams(256, 8, 8192, 7168)
-    sizes = [geometry_of(params, ep_size).segment_bytes for ep_size in (1, 2, 8, 9, 64, 256)]
-    assert all(size < 9 * 2**20 for size in sizes), sizes
+    for device in map(torch.device, ("cpu", "cuda")):
+        sizes = [
+            geometry_of(params, ep_size, device).segment_bytes for ep_size in (1, 2, 8, 9, 64, 256)
+        ]
+        assert all(size < 9 * 2**20 for size in sizes), sizes
 
 
 def take_turns(context: RankContext, params: MoEEpCommParams, rounds: list[Round]) -> list[Played]:

@@ -26,9 +26,11 @@ def build(program: Path, sources: Sequence[Path], flags: Sequence[str], csrc: Pa
     assert built.returncode == 0, built.stderr
 
 
-def build_threads(transport: str, csrc: Path, program: Path, sanitizer: str) -> None:
-    """Build `<transport>_threads.cpp` under a sanitizer."""
-    sources = [ROOT / f"tests/native/{transport}_threads.cpp"]
+def build_threads(
+    transport: str, csrc: Path, program: Path, sanitizer: str, source: str = "threads"
+) -> None:
+    """Build `<transport>_<source>.cpp` under a sanitizer."""
+    sources = [ROOT / f"tests/native/{transport}_{source}.cpp"]
     for folder in (transport, "transport", "core"):
         sources += sorted((csrc / folder).glob("*.cpp"))
     build(program, sources, ["-O1", "-g", f"-fsanitize={sanitizer}"], csrc)

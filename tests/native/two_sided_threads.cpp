@@ -238,7 +238,7 @@ int main(int argc, char** argv) {
   // A dispatch record in one slot, and in three.
   for (const int64_t slot_bytes : {kRowBytes + kIdBytes, int64_t{100}}) {
     const two_sided::Geometry geometry =
-        two_sided::valid_geometry(ranks, kNumExperts, kTopK, kCapacity, 2, slot_bytes);
+        two_sided::valid_geometry(ranks, kNumExperts, kTopK, kCapacity, 2, slot_bytes, 1, 1);
     const uint64_t bytes =
         two_sided::FifoLayout::of(geometry).segment_bytes * static_cast<uint64_t>(ranks);
     auto* base = static_cast<uint8_t*>(std::aligned_alloc(kRegionAlignment, bytes));

@@ -293,7 +293,7 @@ def test_the_checks_of_combine_trace_into_one_graph():
     params = MoEEpCommParams(4, TOP_K, CAPACITY, HIDDEN)
 
     def rows_of(expert_output, output):
-        rows = check_combine(
+        check_combine(
             params,
             device=torch.device("cpu"),
             ep_size=1,
@@ -302,7 +302,7 @@ def test_the_checks_of_combine_trace_into_one_graph():
             expert_output=expert_output,
             output=output,
         )
-        return rows + 1
+        return expert_output + 1
 
     compiled = torch.compile(rows_of, backend="eager", fullgraph=True, dynamic=True)
     for output in (tokens(3), tokens(5), tokens(6)[::2], tokens(HIDDEN, columns=4).t()):

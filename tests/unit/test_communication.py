@@ -61,7 +61,7 @@ def test_it_says_what_it_is(comm):
     assert (comm.ep_rank, comm.ep_size) == (0, 1)
     assert (comm.first_local_expert, comm.num_local_experts) == (0, 4)
     assert (comm.backend_name, comm.workspace_bytes) == ("torch_dist", 0)
-    assert (comm.supports_cuda_graph, comm.supports_torch_compile) == (True, False)
+    assert (comm.supports_cuda_graph, comm.supports_torch_compile) == (True, True)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

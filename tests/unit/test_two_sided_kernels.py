@@ -23,7 +23,6 @@ from moe_ep import (
     MoEEpInputError,
     MoEEpStateError,
     MoEEpTimeoutError,
-    NVLinkTwoSidedAlltoAll,
     NVLinkTwoSidedConfig,
     QuantFormat,
     create_communication,
@@ -303,12 +302,40 @@ def test_received_rows_stay_when_the_round_is_over() -> None:
         assert_same_bits(rows[:3], rows_of([number] * 3, 16))
 
 
-def test_it_says_that_it_runs_on_the_cpu_only() -> None:
-    assert NVLinkTwoSidedAlltoAll.unsupported_reason(torch.device("cpu")) is None
-    assert NVLinkTwoSidedAlltoAll.unsupported_reason() is None
-    reason = NVLinkTwoSidedAlltoAll.unsupported_reason(torch.device("cuda", 0))
-    assert reason is not None
-    assert "CPU only in this build" in reason
+@pytest.mark.parametrize("count", [0, -1, 2**31])
+def test_a_count_of_multiprocessors_that_cannot_be_is_refused(count: int) -> None:
+    with pytest.raises(MoEEpConfigError, match=rf"max_sm_count must be 1\.\..*got {count}"):
+        NVLinkTwoSidedConfig(max_sm_count=count)
+
+
+@pytest.mark.parametrize("count", [1.0, "all", True])
+def test_a_count_of_multiprocessors_is_an_int(count: Any) -> None:
+    with pytest.raises(TypeError, match="max_sm_count must be an int"):
+        NVLinkTwoSidedConfig(max_sm_count=count)
+
+
+def test_a_limit_of_multiprocessors_is_without_effect_on_the_cpu() -> None:
+    params = MoEEpCommParams(4, 2, 8, 16)
+    bootstrap = BootstrapConfig(1, 0, device="cpu")
+    rows = rows_of([1, 2, 3], 16)
+    with create_communication(bootstrap, params, "nvlink_two_sided", max_sm_count=1) as made:
+        result = made.dispatch(rows, ids_of([[0, 1]] * 3, 2))
+        assert_same_bits(made.combine(result.hidden_states), rows)
+
+
+def test_a_workspace_on_the_cpu_has_one_channel() -> None:
+    geometry = kernels.FifoGeometry(
+        ep_size=1,
+        num_experts=4,
+        top_k=2,
+        max_tokens_per_rank=5,
+        num_slots=2,
+        slot_bytes=64,
+        num_channels=2,
+    )
+    workspace = torch.zeros(1, geometry.segment_bytes, dtype=torch.uint8)
+    with pytest.raises(MoEEpConfigError, match="num_channels must be 1 on the CPU, got 2"):
+        kernels.initialize(workspace, geometry, 0)
 
 
 PARAMS = MoEEpCommParams(4, 2, 5, 16)

@@ -16,6 +16,7 @@
 #include "one_sided/device/bounded_wait.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/workspace.cuh"
+#include "transport/device/disagreement.cuh"
 #include "transport/device/memory_access.cuh"
 
 namespace moe_ep::one_sided {
@@ -103,23 +104,18 @@ __device__ __noinline__ void settle_disagreement(const DispatchKernelParams& p,
   for (int32_t peer = lane; peer < ep_size; peer += kWarpSize) {
     if (active.contains(peer)) send_details(p, peer, epoch);
   }
-  DisagreementRecord* const record = &p.workspace.page->disagreement;
   uint32_t earlier = 0;  // the host has not yet seen another one
-  if (lane == 0) earlier = *const_cast<volatile uint32_t*>(&record->recorded);
+  if (lane == 0) earlier = has_earlier_disagreement(p.workspace.page);
   earlier = __shfl_sync(kAllLanes, earlier, 0);
   bool complete = true;
   for (int32_t source = lane; source < ep_size && complete; source += kWarpSize) {
     RoundHeader header{};
     if (active.contains(source)) complete = await_details(p, source, epoch, header);
-    if (earlier == 0) record->headers[source] = header;
+    if (earlier == 0) p.workspace.page->disagreement.headers[source] = header;
   }
   if (!__all_sync(kAllLanes, complete)) return;  // the host is told of the time-out instead
   __syncwarp();                                  // lane 0 speaks for what the other lanes wrote
-  if (lane == 0 && earlier == 0) {
-    record->phase = Phase::kDispatch;
-    __threadfence_system();  // the host sees `recorded` last
-    *const_cast<volatile uint32_t*>(&record->recorded) = 1;
-  }
+  if (lane == 0 && earlier == 0) publish_disagreement(p.workspace.page, Phase::kDispatch);
 }
 
 }  // namespace moe_ep::one_sided

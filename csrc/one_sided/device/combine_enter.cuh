@@ -23,6 +23,7 @@
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/stage_rows.cuh"
 #include "one_sided/device/workspace.cuh"
+#include "transport/device/disagreement.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/schedule.cuh"
 
@@ -111,14 +112,6 @@ __device__ inline void stage_and_publish_rows(const CombineKernelParams& p, cons
   stage_rows(p, plan, num_rows, [&] { publish_read_rows(p, round); }, table);
 }
 
-__device__ inline void record_combine_disagreement(const DeviceWorkspace& workspace) {
-  DisagreementRecord* const record = &workspace.page->disagreement;
-  if (*const_cast<volatile uint32_t*>(&record->recorded) != 0) return;
-  record->phase = Phase::kCombine;
-  __threadfence_system();  // the host sees `recorded` last
-  *const_cast<volatile uint32_t*>(&record->recorded) = 1;
-}
-
 // False: the owner was called with something else, or the wait has expired; the host is told. Not
 // of the former in a poisoned round: ranks that disagreed in dispatch mostly do so here, too, and
 // the host knows it from there.
@@ -130,7 +123,7 @@ __device__ inline bool await_rows(const CombineKernelParams& p, const CombineRou
     const Pair seen = poll_pair(flag);
     if (epoch_reached(seen.low, epoch)) {
       if (seen.low != epoch || seen.high == p.signature) return true;
-      if (blockIdx.x == 0 && !round.poisoned()) record_combine_disagreement(p.workspace);
+      if (blockIdx.x == 0 && !round.poisoned()) record_combine_disagreement(p.workspace.page);
       return false;
     }
     if (patience.exhausted(p.workspace, Phase::kCombine, owner, epoch, seen.low)) return false;

@@ -9,11 +9,11 @@
 #include <cstdint>
 
 #include "one_sided/cuda_params.h"
-#include "one_sided/device/bit_columns.cuh"
 #include "one_sided/device/destinations.cuh"
 #include "one_sided/device/id_stream.cuh"
 #include "one_sided/device/places.cuh"
 #include "one_sided/device/routing.cuh"
+#include "transport/device/bit_columns.cuh"
 #include "transport/device/memory_access.cuh"
 
 namespace moe_ep::one_sided {

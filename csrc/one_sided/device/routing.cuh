@@ -6,14 +6,9 @@
 
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/workspace.cuh"
+#include "transport/device/warp.cuh"
 
 namespace moe_ep::one_sided {
-
-inline constexpr int kWarpSize = 32;
-inline constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-
-__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % kWarpSize); }
-__device__ inline uint32_t bits_below(int bit) { return (1u << bit) - 1; }  // bit < 32
 
 template <int kWords>
 struct RankSet {

@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
-#include "one_sided/device/routing.cuh"
 #include "transport/device/memory_access.cuh"
+#include "transport/device/warp.cuh"
 
-namespace moe_ep::one_sided {
+namespace moe_ep {
 
 // Of a 32 x 32 matrix of bits, a row a lane: lane i gets column i.
 __device__ inline uint32_t transposed(uint32_t row) {
@@ -40,4 +40,4 @@ __device__ inline uint32_t transposed(uint32_t row, int32_t columns) {
   return column;
 }
 
-}  // namespace moe_ep::one_sided
+}  // namespace moe_ep

@@ -1,0 +1,34 @@
+#include "ops/device_rounds.h"
+
+#include "core/workspace_layout.h"
+#include "ops/errors.h"
+
+namespace moe_ep::ops {
+
+void begin_initialize(const RankWorkspace& workspace, const CudaCall& call) {
+  check_state(!call.is_captured(), "a workspace cannot be initialised in a CUDA graph");
+  DeviceWorkspaces::of_this_process().add(workspace, call);
+}
+
+void end_initialize(const RankWorkspace& workspace, uint8_t* base, const CudaCall& call) {
+  // For copies of it, which the process does not know: see DeviceWorkspaces::find.
+  ControlBlock control{};
+  control.magic = kWorkspaceMagic;
+  control.self_address = reinterpret_cast<uint64_t>(base);
+  control.fingerprint = workspace.fingerprint;
+  check_cuda(cudaMemcpyAsync(const_cast<uint8_t*>(workspace.own_segment), &control, sizeof control,
+                             cudaMemcpyHostToDevice, call.stream()),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(call.stream()), "cudaStreamSynchronize");
+}
+
+void check_rounds(const RankWorkspace& workspace, const CudaCall& call) {
+  check_state(!call.is_captured(),
+              "check() waits for the device, which a CUDA graph cannot: call it after the graph");
+  DeviceWorkspaceState& state = DeviceWorkspaces::of_this_process().find(workspace, call);
+  check_cuda(state.wait(call), "waiting for the device");
+  raise_timeout_again(state, workspace);
+  RoundErrors(*state.page, call.stream()).raise(workspace);
+}
+
+}  // namespace moe_ep::ops

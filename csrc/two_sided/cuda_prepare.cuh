@@ -1,0 +1,141 @@
+// The first step of a round, by one CTA: where this rank's tokens go, how many rows come from whom,
+// and whether all mean the same round.
+#pragma once
+
+#include <cstdint>
+
+#include "transport/device/bounded_wait.cuh"
+#include "transport/device/disagreement.cuh"
+#include "transport/same_call.h"
+#include "two_sided/channels.h"
+#include "two_sided/cuda_params.h"
+#include "two_sided/device/route_tokens.cuh"
+#include "two_sided/device/write_ids.cuh"
+
+namespace moe_ep::two_sided {
+
+__device__ inline int32_t thread_number() { return static_cast<int32_t>(threadIdx.x); }
+
+// Calls visit(rank, bound) for each, by all threads.
+template <typename Visit>
+__device__ void for_each_bound(const Geometry& g, const Visit& visit) {
+  const int32_t bounds = g.num_channels + 1;
+  for (int32_t i = thread_number(); i < g.ep_size * bounds; i += kPrepareThreads) {
+    const int32_t rank = i / bounds;
+    visit(rank, i - rank * bounds);
+  }
+}
+
+// Brings to each rank, and to the own memory, how this rank's rows are spread over its tokens.
+__device__ inline void send_bounds(const PrepareKernelParams& p, const int32_t* rows_to,
+                                   bool to_peers) {
+  const Segment own = p.workspace.own();
+  const Geometry& g = p.call.workspace.geometry;
+  for_each_bound(g, [&](int32_t rank, int32_t bound) {
+    const int32_t token = token_at_bound(p.call.num_tokens, bound, g.num_channels);
+    const int32_t* const list = p.call.out_send_tokens + own.list_begins()[rank];
+    const int32_t rows = rows_before(list, rows_to[rank], token);
+    own.send_bounds(rank)[bound] = rows;
+    if (to_peers) p.workspace.at(rank).row_bounds(p.call.workspace.ep_rank)[bound] = rows;
+  });
+}
+
+// Of one thread for each rank; what it signals follows a barrier behind send_bounds.
+__device__ inline void send_header(const PrepareKernelParams& p, int32_t rank, int32_t rows,
+                                   uint32_t epoch) {
+  RoundHeader& header = p.workspace.at(rank).round_header(p.call.workspace.ep_rank);
+  header.num_rows = rows;
+  header.tokens_per_rank = p.call.tokens_per_rank;
+  header.has_weights = p.call.has_weights;
+  header.has_stats = 0;
+  header.num_payloads = p.call.fields.num_fields;
+  for (int32_t i = 0; i < kMaxPayloads; ++i) {
+    header.row_bytes[i] = i < p.call.fields.num_fields ? p.call.fields.row_bytes[i] : 0;
+  }
+  signal_store(&header.dispatched, epoch, p.workspace.reach);
+}
+
+// False: the wait has expired.
+__device__ inline bool await_header(const PrepareKernelParams& p, int32_t source, uint32_t epoch) {
+  const RoundHeader& header = p.workspace.own().round_header(source);
+  Patience patience;
+  for (;;) {
+    const uint32_t seen = poll(&header.dispatched);
+    if (epoch_reached(seen, epoch)) return true;
+    if (patience.exhausted(p.workspace, Phase::kDispatch, source, epoch, seen)) return false;
+  }
+}
+
+// Tells the host what each rank said. All threads; all ranks come here together.
+__device__ inline void record_headers(const PrepareKernelParams& p) {
+  StatusPage* const page = p.workspace.page;
+  const Segment own = p.workspace.own();
+  const bool is_first =
+      __syncthreads_or(thread_number() == 0 && has_earlier_disagreement(page)) == 0;
+  if (!is_first) return;
+  for (int32_t rank = thread_number(); rank < p.call.workspace.geometry.ep_size;
+       rank += kPrepareThreads) {
+    page->disagreement.headers[rank] = own.round_header(rank);
+  }
+  __syncthreads();
+  if (thread_number() == 0) publish_disagreement(page, Phase::kDispatch);
+}
+
+// What alltoallv and combine need to know of the round.
+__device__ inline void begin_round(const PrepareKernelParams& p, uint32_t epoch, bool has_rows) {
+  DeviceRound& round = p.workspace.own().device_round();
+  round.epoch = epoch;
+  round.poisoned = has_rows ? 0 : 1;
+  round.num_tokens = p.call.num_tokens;
+  round.tokens_per_rank = p.call.tokens_per_rank;
+  round.fields = hash_of(p.call.fields);
+  round.dispatch_groups = 0;
+  round.combine_groups = 0;
+}
+
+// By all threads: whether all headers came, and say the same. A rank that has failed sends none.
+__device__ inline bool meet(const PrepareKernelParams& p, uint32_t epoch, bool failed) {
+  const Segment own = p.workspace.own();
+  const int32_t rank = thread_number();
+  const bool has_rank = !failed && rank < p.call.workspace.geometry.ep_size;
+  const bool came = has_rank ? await_header(p, rank, epoch) : !failed;
+  if (__syncthreads_and(came) == 0) return false;
+  const bool same =
+      !has_rank || same_round(own.round_header(rank), own.round_header(p.call.workspace.ep_rank));
+  if (__syncthreads_and(same) != 0) return true;
+  record_headers(p);
+  return false;
+}
+
+__global__ void __launch_bounds__(kPrepareThreads, 1)
+    prepare_kernel(const __grid_constant__ PrepareKernelParams p) {
+  __shared__ TokenRouting::Counts counts;
+  __shared__ InvalidIds invalid_ids;
+  static_assert(kMaxEpSize <= kPrepareThreads);
+  const Segment own = p.workspace.own();
+  const Geometry& g = p.call.workspace.geometry;
+  const uint32_t epoch = own.device_round().epoch + 1;
+  const bool failed = has_failed(p.workspace);
+  const int32_t rank = thread_number();  // that this thread speaks with
+
+  TokenRouting(p, counts).run(own.list_begins());
+  send_bounds(p, counts.total, !failed);
+  __syncthreads();
+  if (!failed && rank < g.ep_size) send_header(p, rank, counts.total[rank], epoch);
+
+  write_ids(p, invalid_ids);
+  blank_rest(p, int64_t{own.list_begins()[g.ep_size - 1]} + counts.total[g.ep_size - 1]);
+  const bool has_rows = meet(p, epoch, failed);
+  if (has_rows) {
+    for_each_bound(g, [&](int32_t source, int32_t bound) {
+      own.recv_bounds(source)[bound] = own.row_bounds(source)[bound];
+    });
+  }
+  if (rank < g.ep_size) {
+    p.call.out_send_counts[rank] = counts.total[rank];
+    p.call.out_recv_counts[rank] = has_rows ? own.round_header(rank).num_rows : 0;
+  }
+  if (rank == 0) begin_round(p, epoch, has_rows);
+}
+
+}  // namespace moe_ep::two_sided

@@ -1,0 +1,95 @@
+// alltoallv, a warp at some of the peers: empties their FIFOs into the received tensors.
+//
+// It waits for none of them alone: what has come is taken, so that no sender waits for room longer
+// than that takes.
+#pragma once
+
+#include <cstdint>
+
+#include "two_sided/roles/channel.h"
+
+namespace moe_ep::two_sided {
+
+// Machine: receive_slot(item, source, row, count, slot, free) brings `count` records to rows `row`
+// and following of a source's block, and calls free() once nothing in the slot is needed any more.
+template <typename Machine, int kWords>
+class SlotReceiver {
+ public:
+  // warp: which of those at the peers.
+  MOE_EP_ON_DEVICE SlotReceiver(Machine& m, const Channel& c, const CtaShape& shape, int32_t warp)
+      : m_(m), c_(c) {
+    for (int w = 0; w < kWords; ++w) {
+      const int32_t rank = rank_of<Machine>(m.lane(), w);
+      is_mine_[w] = rank < c.ep_size() && rank != c.workspace.ep_rank &&
+                    warp_of_peer(rank, c.workspace.ep_rank, c.ep_size(), shape) == warp;
+      head_[w] = tail_[w] = is_mine_[w] ? *c.own().taken(rank, c.number) : 0;
+    }
+  }
+
+  // False: a wait has expired.
+  MOE_EP_ON_DEVICE bool run() {
+    if (!for_each_item(c_, [&](const Item& item) { return receive(item); })) return false;
+    for (int w = 0; w < kWords; ++w) {
+      if (is_mine_[w]) *c_.own().taken(rank_of<Machine>(m_.lane(), w), c_.number) = tail_[w];
+    }
+    return true;
+  }
+
+ private:
+  MOE_EP_ON_DEVICE bool receive(const Item& item) {
+    for (int w = 0; w < kWords; ++w) {
+      row_[w] = end_[w] = 0;
+      if (!is_mine_[w]) continue;
+      const int32_t* const bounds = c_.own().recv_bounds(rank_of<Machine>(m_.lane(), w));
+      row_[w] = bounds[item.first_bound];
+      end_[w] = bounds[item.end_bound];
+    }
+    for (;;) {
+      bool is_awaited[kWords];
+      bool any_came = false;
+      for (int w = 0; w < kWords; ++w) {
+        is_awaited[w] = row_[w] < end_[w];
+        if (is_awaited[w] && head_[w] == tail_[w]) {
+          head_[w] = m_.poll(c_.head_from(rank_of<Machine>(m_.lane(), w)));
+        }
+        uint32_t full = m_.ballot(is_awaited[w] && head_[w] != tail_[w]);
+        any_came |= full != 0;
+        m_.sync();  // what one lane has seen, all see
+        for (; full != 0; full &= full - 1) take(item, m_.lowest(full), w);
+      }
+      const int32_t peer = first_rank(m_, is_awaited);
+      if (peer < 0) return true;
+      if (any_came) {
+        m_.moved();
+      } else if (m_.counts_to_look() && m_.has_run_out(peer)) {
+        return false;
+      }
+    }
+  }
+
+  // The slot that came from the rank of one lane and word.
+  MOE_EP_ON_DEVICE void take(const Item& item, int32_t lane, int word) {
+    const int32_t source = rank_of<Machine>(lane, word);
+    const int32_t row = m_.from_lane(row_[word], lane);
+    const int32_t left = m_.from_lane(end_[word], lane) - row;
+    const uint32_t tail = m_.from_lane(tail_[word], lane);
+    const int32_t count = left < c_.plan.records_per_slot ? left : c_.plan.records_per_slot;
+    m_.receive_slot(item, source, row, count, c_.slot_from(source, tail), [&] {
+      m_.sync();
+      if (m_.lane() == lane) m_.publish(c_.tail_at(source), tail + 1);
+    });
+    if (m_.lane() != lane) return;
+    ++tail_[word];
+    row_[word] += count;
+  }
+
+  Machine& m_;
+  const Channel& c_;
+  bool is_mine_[kWords];
+  uint32_t head_[kWords];  // as last seen
+  uint32_t tail_[kWords];
+  int32_t row_[kWords];  // the next one of the item
+  int32_t end_[kWords];
+};
+
+}  // namespace moe_ep::two_sided

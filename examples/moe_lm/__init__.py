@@ -1,0 +1,1 @@
+"""The parts of train_moe_lm.py."""

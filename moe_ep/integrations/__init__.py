@@ -1,0 +1,1 @@
+"""How do models of other libraries reach their experts through moe_ep?"""
