@@ -54,6 +54,7 @@ OPS_CUDA_SOURCES = [
     "csrc/cake/launch.cu",
     "csrc/one_sided/combine_direct.cu",
     "csrc/one_sided/combine_fp8.cu",
+    "csrc/one_sided/combine_get.cu",
     "csrc/one_sided/combine_push.cu",
     "csrc/one_sided/combine_quantized.cu",
     "csrc/one_sided/copy_outputs.cu",
@@ -63,6 +64,7 @@ OPS_CUDA_SOURCES = [
     "csrc/one_sided/dispatch_put.cu",
     "csrc/one_sided/launch.cu",
     "csrc/one_sided/row_copies.cu",
+    "csrc/ops/compiled_code.cpp",
     "csrc/ops/cuda_call.cpp",
     "csrc/ops/device_rounds.cpp",
     "csrc/ops/device_status.cpp",
@@ -73,6 +75,7 @@ OPS_CUDA_SOURCES = [
     "csrc/ops/two_sided_combine_cuda.cpp",
     "csrc/ops/two_sided_dispatch_cuda.cpp",
     "csrc/ops/two_sided_workspace_cuda.cpp",
+    "csrc/transport/compiled_code.cu",
     "csrc/two_sided/cuda_alltoallv.cu",
     "csrc/two_sided/cuda_combine.cu",
     "csrc/two_sided/cuda_prepare.cu",
@@ -101,7 +104,7 @@ NATIVE_SOURCES = [
 NATIVE_WITH_CUDA = {"csrc/memory/cuda_driver.cpp", "csrc/memory/cuda_memory.cpp"}
 NATIVE_WITHOUT_CUDA = {"csrc/memory/cuda_unavailable.cpp"}
 
-CUDA_ARCHITECTURES = "9.0;10.0;10.3+PTX"
+CUDA_ARCHITECTURES = "8.0;9.0;10.0;10.3+PTX"
 # -Wno-psabi: the vector types of cake never cross a function that is not inlined.
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *WARNINGS]

@@ -6,13 +6,15 @@ import torch
 
 from moe_ep import ops
 
+Capability = tuple[int, int]
+
 
 def reason_against(
-    backend: str, min_capability: tuple[int, int], device: torch.device | None
+    backend: str, min_capability: Capability, device: torch.device | None
 ) -> str | None:
     """Return why a backend cannot run on a device of this machine, or None if it can.
 
-    min_capability: the least compute capability of a CUDA device.
+    min_capability: the least compute capability of a CUDA device, and of the code for it.
     device: None asks whether any would do.
     """
     if device is None or device.type == "cpu":
@@ -28,6 +30,18 @@ def reason_against(
         return f"there is no {device}: torch finds {count} CUDA device(s)"
     capability = torch.cuda.get_device_capability(device)
     if capability < min_capability:
-        wanted, found = (".".join(map(str, c)) for c in (min_capability, capability))
+        wanted, found = _version(min_capability), _version(capability)
         return f"{backend} needs compute capability {wanted} or newer, {device} has {found}"
+    code = ops.code_capability(capability)
+    if code is None or code < min_capability:
+        has = "no code" if code is None else f"only code for {_version(code)}"
+        return (
+            f"{backend} needs code for compute capability {_version(min_capability)} or newer, and "
+            f"this build of moe_ep has {has} for {device}, which has {_version(capability)}: build "
+            f"it with TORCH_CUDA_ARCH_LIST={_version(capability)}"
+        )
     return None
+
+
+def _version(capability: Capability) -> str:
+    return ".".join(map(str, capability))

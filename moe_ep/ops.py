@@ -35,6 +35,14 @@ def has_cuda_kernels() -> bool:
     return found
 
 
+def code_capability(device_capability: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the compute capability of the code that a CUDA device would run, which may be older
+    than the device; None if the library has none for it. Needs `has_cuda_kernels()`."""
+    major, minor = device_capability
+    code: int = torch.ops.moe_ep.code_capability(10 * major + minor)
+    return divmod(code, 10) if code > 0 else None
+
+
 def _dispatch(
     workspace: Tensor,
     topk_ids: Tensor,

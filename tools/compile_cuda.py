@@ -3,6 +3,7 @@
 Needs a CUDA toolkit, but neither torch nor a GPU. Objects go to build/cuda.
 """
 
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from check_sources import ROOT, load_setup
 
-ARCHITECTURES = ("90", "100", "103")
 FOLDERS = ("csrc", "tests/native")
 JOBS = 2
 
@@ -35,8 +35,9 @@ def main():
     if cuda_home is None:
         sys.exit("no CUDA toolkit: CUDA_HOME can name the folder with bin/nvcc and include/cuda.h")
     flags = [*setup.NVCC_FLAGS, "-Werror=all-warnings"]
-    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
-    print(f"{cuda_home}: sm_{', sm_'.join(ARCHITECTURES)}")
+    architectures = re.findall(r"\d+", setup.CUDA_ARCHITECTURES.replace(".", ""))
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+    print(f"{cuda_home}: sm_{', sm_'.join(architectures)}")
     nvcc = cuda_home / "bin" / "nvcc"
     failed = 0
     with ThreadPoolExecutor(JOBS) as pool:

@@ -13,6 +13,7 @@
 #include "one_sided/device/combine_enter.cuh"
 #include "one_sided/device/item_feed.cuh"
 #include "one_sided/device/token_rows.cuh"
+#include "transport/device/architecture.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/row_sum.cuh"
 
@@ -188,49 +189,51 @@ __device__ void fill_with_nan(const CombineKernelParams& p) {
 template <RowType kType, bool kStaged>
 __global__ void __launch_bounds__(kBulkThreads, 1)
     combine_bulk_kernel(const __grid_constant__ BulkCombine c) {
-  extern __shared__ __align__(128) uint8_t bulk_stages[];
-  __shared__ BulkBarrier arrived[kBulkWarps + 1][kBulkStages];
-  const CombineKernelParams& p = c.combine;
-  const auto warp = threadIdx.x / kWarpSize;
-  PieceRing ring(c, bulk_stages + warp * PieceRing::bytes(c), arrived[warp]);
+  if constexpr (kHasBulkCopies) {
+    extern __shared__ __align__(128) uint8_t bulk_stages[];
+    __shared__ BulkBarrier arrived[kBulkWarps + 1][kBulkStages];
+    const CombineKernelParams& p = c.combine;
+    const auto warp = threadIdx.x / kWarpSize;
+    PieceRing ring(c, bulk_stages + warp * PieceRing::bytes(c), arrived[warp]);
 
-  begin_combine<kStaged>(p, c.stage);
-  ItemFeed feed(p, c.items);
-  Item first = kNothing;
-  Item next = kNothing;
-  bool ready = true;
-  if (speaks_with_peers()) {
-    ready = exchange_flags<kStaged>(p);
-  } else if (warp < c.share.warps) {
-    const uint32_t base = feed.take(c.share.first_items);
-    first = feed.at(base);
-    if (c.share.more && base < c.items.total) feed.look_ahead();
-    // Its slots may still be on their way when the flags are there: they are looked at behind the
-    // first loads.
-    next = c.share.first_items == kBulkStages ? feed.at(base + 1) : feed.next();
-  }
-  static_assert(kBulkStages == 2);
-  const LocatedPiece located(c, first);
-  const bool valid = agree_on_rows(ready);
-  if (!valid && has_failed(p.workspace)) fill_with_nan<kType>(p);
+    begin_combine<kStaged>(p, c.stage);
+    ItemFeed feed(p, c.items);
+    Item first = kNothing;
+    Item next = kNothing;
+    bool ready = true;
+    if (speaks_with_peers()) {
+      ready = exchange_flags<kStaged>(p);
+    } else if (warp < c.share.warps) {
+      const uint32_t base = feed.take(c.share.first_items);
+      first = feed.at(base);
+      if (c.share.more && base < c.items.total) feed.look_ahead();
+      // Its slots may still be on their way when the flags are there: they are looked at behind the
+      // first loads.
+      next = c.share.first_items == kBulkStages ? feed.at(base + 1) : feed.next();
+    }
+    static_assert(kBulkStages == 2);
+    const LocatedPiece located(c, first);
+    const bool valid = agree_on_rows(ready);
+    if (!valid && has_failed(p.workspace)) fill_with_nan<kType>(p);
 
-  fence_peers_to_bulk();
-  ring.load(located, valid);
-  ring.load(LocatedPiece(c, next), valid);
-  next = feed.next();
-  const auto refill = [&] {
-    ring.release();
+    fence_peers_to_bulk();
+    ring.load(located, valid);
     ring.load(LocatedPiece(c, next), valid);
     next = feed.next();
-  };
-  while (ring.front().token != kNoItem) {
-    StagedPiece piece = ring.front();
-    ring.wait();
-    if (piece.rows == 0) {
-      fill_row<kType>(ring.stage(), c.plan.piece_bytes, valid);
-      piece.rows = 1;
+    const auto refill = [&] {
+      ring.release();
+      ring.load(LocatedPiece(c, next), valid);
+      next = feed.next();
+    };
+    while (ring.front().token != kNoItem) {
+      StagedPiece piece = ring.front();
+      ring.wait();
+      if (piece.rows == 0) {
+        fill_row<kType>(ring.stage(), c.plan.piece_bytes, valid);
+        piece.rows = 1;
+      }
+      sum_piece<kType, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
     }
-    sum_piece<kType, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
   }
 }
 

@@ -17,6 +17,7 @@
 #include "one_sided/device/route_table.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/workspace.cuh"
+#include "transport/device/architecture.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/schedule.cuh"
 
@@ -176,11 +177,13 @@ class BulkRows {
 template <int kWords, BulkInputs kInputs>
 __global__ void __launch_bounds__(kInPlaceThreads, 1)
     dispatch_bulk_kernel(const __grid_constant__ BulkDispatchParams params) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  typename BulkRows<kWords, kInputs>::Pipeline pipeline(params.dispatch, params.pipeline, shared);
-  RouteTable<kWords> table(params.dispatch, params.table, shared + params.pipeline.bytes());
-  BulkRows<kWords, kInputs> rows(params, pipeline);
-  dispatch_in_place(params.dispatch, params.table, table, rows);
+  if constexpr (kHasBulkCopies) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    typename BulkRows<kWords, kInputs>::Pipeline pipeline(params.dispatch, params.pipeline, shared);
+    RouteTable<kWords> table(params.dispatch, params.table, shared + params.pipeline.bytes());
+    BulkRows<kWords, kInputs> rows(params, pipeline);
+    dispatch_in_place(params.dispatch, params.table, table, rows);
+  }
 }
 
 }  // namespace moe_ep::cake

@@ -60,12 +60,8 @@ __device__ void sum_piece(const CombineKernelParams& p, const DirectPiece& piece
   float sum[Chunk<kType>::kElements];
   start(sum, valid);
   if (valid) add_rows<kType>(sum, piece.rows, piece.offset);
-  const uint4 chunk = Chunk<kType>::round(sum);
-  if (p.output_is_aligned) {
-    store_aligned_vector(piece.out, piece.bytes, chunk);
-  } else {
-    store_unaligned_vector<kType>(piece.out, piece.bytes, chunk, scratch);
-  }
+  store_rounded<kType>(piece.out, piece.bytes, p.output_is_aligned, Chunk<kType>::round(sum),
+                       scratch);
 }
 
 // kStaged: the rows are not in place but in a tensor of the user's, and are copied first. A kernel

@@ -19,6 +19,9 @@ cudaError_t launch_combine_push(const CombineKernelParams& p, const CudaContext&
 // Few tokens: summed from registers, all rows of a token in flight.
 cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContext& context);
 
+// Any number of tokens: from registers, too, with as many vectors of a token's rows in flight.
+cudaError_t launch_combine_get(const CombineKernelParams& p, const CudaContext& context);
+
 // Any number of tokens whose rows travel as scaled FP8; p.expert_output is given, and p.pitch is
 // that of such a row. The sums are rounded to p.output, or to p.quantized if p.output_is_quantized.
 cudaError_t launch_combine_fp8(const CombineKernelParams& p, const CudaContext& context);

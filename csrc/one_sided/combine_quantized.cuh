@@ -27,12 +27,12 @@ struct QuantizedCombine {
   SumPlan plan;  // a piece is 512 bytes of the rows that are summed
 };
 
-template <RowType kType, QuantFormat kFormat>
+template <RowType kType>
 __device__ void quantize_item(const QuantizedCombine& c, const Item& item, bool valid) {
   const CombineKernelParams& p = c.combine;
   const uint32_t first = item.part * c.plan.pieces_per_item;
   const uint32_t end = min(first + c.plan.pieces_per_item, c.plan.pieces_per_row);
-  const int64_t num_blocks = scales_per_row(kFormat, p.hidden_size);
+  const int64_t num_blocks = scales_per_row(p.quantized.format, p.hidden_size);
   const ScaleRow scales = scales_of_row(p.quantized.layout, item.token, num_blocks);
   const TokenRows rows = locate_rows(p, item.slot);
   for (uint32_t piece = first; piece < end; ++piece) {
@@ -43,22 +43,21 @@ __device__ void quantize_item(const QuantizedCombine& c, const Item& item, bool 
     float sum[Chunk<kType>::kElements];
     start(sum, valid);
     if (valid) add_rows<kType>(sum, rows, offset);
-    store_quantized<kFormat>(p.quantized, item.token, scales, chunk, sum);
+    store_quantized_as(p.quantized, item.token, scales, chunk, sum);
   }
   if (end == c.plan.pieces_per_row) clear_scales_behind_row(p.quantized, scales, num_blocks);
 }
 
-template <RowType kType, QuantFormat kFormat, bool kStaged>
+template <RowType kType, bool kStaged>
 __global__ void __launch_bounds__(kQuantizedThreads, kQuantizedCtasPerSm)
     combine_quantized_kernel(const __grid_constant__ QuantizedCombine c) {
   const CombineKernelParams& p = c.combine;
   begin_combine<kStaged>(p, c.stage);
   const auto clear_padding = [&] {
-    clear_padding_scales<kQuantizedSumWarps>(p.quantized, scales_per_row(kFormat, p.hidden_size));
+    clear_padding_scales<kQuantizedSumWarps>(p.quantized,
+                                             scales_per_row(p.quantized.format, p.hidden_size));
   };
-  const auto sum = [&](const Item& item, bool valid) {
-    quantize_item<kType, kFormat>(c, item, valid);
-  };
+  const auto sum = [&](const Item& item, bool valid) { quantize_item<kType>(c, item, valid); };
   sum_items<kQuantizedSumWarps, kStaged>(p, c.plan, clear_padding, sum);
 }
 

@@ -14,7 +14,7 @@ struct CudaContext {
   cudaStream_t stream;
   StatusPage* page;                  // pinned host memory of this workspace
   const uint64_t* active_on_device;  // rank mask in device memory; null: params.active
-  // Whether a kernel may start while the one before it on the stream still runs.
+  // Whether a kernel may start while the one before it on the stream still runs, if it can.
   bool programmatic_launch;
 };
 

@@ -8,6 +8,7 @@
 
 #include "one_sided/cuda.h"
 #include "one_sided/cuda_params.h"
+#include "transport/compiled_code.h"
 
 namespace moe_ep::one_sided {
 
@@ -42,6 +43,11 @@ cudaError_t launch(void (*kernel)(Params), const LaunchShape& shape, const CudaC
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
     if (error != cudaSuccess) return error;
   }
+  bool starts_early = context.programmatic_launch;
+  if (starts_early) {
+    const cudaError_t error = has_programmatic_launch(&starts_early);
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -51,7 +57,7 @@ cudaError_t launch(void (*kernel)(Params), const LaunchShape& shape, const CudaC
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = context.stream;
   config.attrs = &attribute;
-  config.numAttrs = context.programmatic_launch ? 1 : 0;
+  config.numAttrs = starts_early ? 1 : 0;
   Params copy = params;
   void* arguments[] = {&copy};
   return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);

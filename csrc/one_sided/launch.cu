@@ -31,6 +31,8 @@ cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
       return launch_combine_push(params, context);
     case CombinePath::kDirect:
       return launch_combine_direct(params, context);
+    case CombinePath::kGet:
+      return launch_combine_get(params, context);
   }
   return cudaErrorInvalidValue;
 }

@@ -17,10 +17,11 @@ constexpr DispatchPath dispatch_path(const Geometry& g, int32_t tokens_per_rank,
                                                                       : DispatchPath::kPut;
 }
 
-enum class CombinePath { kPush, kDirect };
+enum class CombinePath { kPush, kDirect, kGet };
 
 constexpr CombinePath combine_path(const Geometry& g, int32_t tokens_per_rank) {
-  return is_pushed(g, tokens_per_rank) ? CombinePath::kPush : CombinePath::kDirect;
+  if (is_pushed(g, tokens_per_rank)) return CombinePath::kPush;
+  return is_summed_directly(g, tokens_per_rank) ? CombinePath::kDirect : CombinePath::kGet;
 }
 
 }  // namespace moe_ep::one_sided

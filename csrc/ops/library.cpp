@@ -76,4 +76,7 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
       "-> ()");
   m.def("set_interrupt_check(int address) -> ()");
   m.def("active_rank_mask(int[] ranks, int ep_size) -> Tensor");
+  // Where the library has kernels for CUDA: the compute capability that the code was compiled for
+  // which a device runs, 90 for 9.0; 0 if there is none for it.
+  m.def("code_capability(int device_capability) -> int");
 }

@@ -1,4 +1,4 @@
-"""Where can a one-sided backend run, what sizes its workspace there, and which one does it get?"""
+"""What sizes the workspace of a one-sided backend, and which one does it get?"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from moe_ep import CakeAlltoAll, MoEEpCommParams, QuantFormat
+from moe_ep import MoEEpCommParams, QuantFormat
 from moe_ep.cake.kernels import sanitize_expert_ids
 from tests.backends import named
 from tests.ranks import RankContext, devices
@@ -85,7 +85,12 @@ def reason_to_skip(sanitizer: str | None) -> str | None:
         return "needs a CUDA device, found none"
     if sanitizer is None:
         return "needs compute-sanitizer, found none on the PATH or beside the compiler"
-    return CakeAlltoAll.unsupported_reason(torch.device("cuda", 0))
+    return reason_against("nvlink_one_sided")  # no other needs less of a GPU
+
+
+def reason_against(backend: str) -> str | None:
+    """Return why a backend cannot run on the GPU, or None."""
+    return named(backend).communication.unsupported_reason(torch.device("cuda", 0))
 
 
 def reports_in(output: str) -> int | None:
@@ -270,6 +275,9 @@ def main() -> None:
     subprocess.run([sanitizer, "--version"], check=False)
     problems = {"the tool": blindness(sanitizer)}
     for backend in options.backends:
+        if (reason := reason_against(backend)) is not None:
+            print(f"{backend} skipped: {reason}")
+            continue
         for tool in options.tools:
             problems[f"{tool} of {backend}"] = sanitize(sanitizer, tool, backend)
     for tool, problem in problems.items():

@@ -1,24 +1,15 @@
 // Expert outputs as scaled FP8 (core/scaled_fp8.h): how the lanes of a warp quantise them. The
-// bytes are those of one_sided/fp8_rows.cpp: the hardware rounds and saturates as
-// core/float_formats.h does.
+// bytes are those of one_sided/fp8_rows.cpp.
 #pragma once
 
 #include <cstdint>
 
 #include "core/scaled_fp8.h"
+#include "one_sided/device/e4m3.cuh"
 #include "one_sided/device/routing.cuh"
 #include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
-
-__device__ inline uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint32_t codes;
-  asm("{.reg .b16 l,h; cvt.rn.satfinite.e4m3x2.f32 l,%2,%1; cvt.rn.satfinite.e4m3x2.f32 h,%4,%3;"
-      " mov.b32 %0,{l,h};}"
-      : "=r"(codes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return codes;
-}
 
 // Of a normal number whose reciprocal is normal, correctly rounded. As the compiler divides 1 by a
 // number, without its look at the others: a branch there keeps blocks from being worked on

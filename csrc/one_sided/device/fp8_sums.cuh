@@ -7,6 +7,7 @@
 #include "core/scaled_fp8.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/bounded_wait.cuh"
+#include "one_sided/device/e4m3.cuh"
 #include "one_sided/device/fp8_round.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/token_rows.cuh"
@@ -14,16 +15,6 @@
 #include "transport/device/row_sum.cuh"
 
 namespace moe_ep::one_sided {
-
-// By hardware; the same numbers as e4m3_to_float, and NaN for NaN.
-__device__ inline void unpack_e4m3(uint32_t codes, float (&number)[4]) {
-  uint32_t low, high;
-  asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.rn.f16x2.e4m3x2 %0,l; cvt.rn.f16x2.e4m3x2 %1,h;}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-  Chunk<RowType::kFloat16>::unpack(low, number[0], number[1]);
-  Chunk<RowType::kFloat16>::unpack(high, number[2], number[3]);
-}
 
 using Fp8Sums = float[kFp8Vectors][kFp8Elements];
 

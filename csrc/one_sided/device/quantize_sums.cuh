@@ -91,7 +91,7 @@ __device__ void store_quantized(const QuantizedRows& out, int64_t token, const S
   }
 }
 
-// The same, in the format that `out` names: for kernels that are not one for each format.
+// The same, in the format that `out` names.
 template <int kElements>
 __device__ void store_quantized_as(const QuantizedRows& out, int64_t token, const ScaleRow& scales,
                                    int64_t chunk, float (&sum)[kElements]) {

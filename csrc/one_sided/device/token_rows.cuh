@@ -141,4 +141,15 @@ __device__ void store_unaligned_vector(uint8_t* to, int32_t bytes, uint4 chunk, 
   __syncwarp();  // read before it is written again
 }
 
+// Whichever of the two is right.
+template <RowType kType>
+__device__ void store_rounded(uint8_t* to, int32_t bytes, bool is_aligned, uint4 chunk,
+                              uint4* scratch) {
+  if (is_aligned) {
+    store_aligned_vector(to, bytes, chunk);
+  } else {
+    store_unaligned_vector<kType>(to, bytes, chunk, scratch);
+  }
+}
+
 }  // namespace moe_ep::one_sided

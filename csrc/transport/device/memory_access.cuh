@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "transport/device/architecture.cuh"
+
 namespace moe_ep {
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -148,17 +150,30 @@ class BulkBarrier {
   }
   // Returns when the phase of this parity (0 first, then 1, 0, ...) is complete.
   __device__ void wait(uint32_t parity) {
-    uint32_t done;
-    do {
-      asm volatile(
-          "{.reg .pred q; mbarrier.try_wait.parity.shared.b64 q,[%1],%2; selp.u32 %0,1,0,q;}"
-          : "=r"(done)
-          : "r"(shared_address(&word_)), "r"(parity)
-          : "memory");
-    } while (!done);
+    while (!is_complete(parity)) {
+    }
   }
 
  private:
+  // May take its time to say no, where the hardware lets a warp sleep at a barrier.
+  __device__ bool is_complete(uint32_t parity) {
+    uint32_t complete;
+    if constexpr (kHasBulkCopies) {
+      asm volatile(
+          "{.reg .pred q; mbarrier.try_wait.parity.shared.b64 q,[%1],%2; selp.u32 %0,1,0,q;}"
+          : "=r"(complete)
+          : "r"(shared_address(&word_)), "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{.reg .pred q; mbarrier.test_wait.parity.shared.b64 q,[%1],%2; selp.u32 %0,1,0,q;}"
+          : "=r"(complete)
+          : "r"(shared_address(&word_)), "r"(parity)
+          : "memory");
+    }
+    return complete != 0;
+  }
+
   friend __device__ void bulk_load(void*, const void*, uint32_t, BulkBarrier&);
   uint64_t word_;
 };
@@ -215,7 +230,7 @@ __device__ void wait_at_barrier() {
 
 // Returns when the kernel before this one on the stream is complete and its writes are visible.
 __device__ inline void wait_for_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (kHasProgrammaticLaunch) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // The next kernel of the stream may start, as far as this CTA goes: the first call in it counts.
@@ -224,7 +239,9 @@ __device__ inline void wait_for_previous_kernel() {
 // one to be done makes the call while others of its CTA still wait: to leave it to the last cost
 // 0.8 us a launch. See docs/cake.md for why that may be.
 __device__ inline void allow_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (kHasProgrammaticLaunch) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
 }
 
 }  // namespace moe_ep

@@ -99,8 +99,9 @@ struct BFloat16Pair {
     high = __uint_as_float(word & 0xFFFF0000u);
   }
   __device__ static uint32_t plus_zero(uint32_t word) {
+    constexpr uint32_t kOnes = 0x3F803F80;  // the addition alone came with compute capability 9.0
     uint32_t sum;
-    asm("add.rn.bf16x2 %0,%1,%2;" : "=r"(sum) : "r"(word), "r"(0));
+    asm("fma.rn.bf16x2 %0,%1,%2,%3;" : "=r"(sum) : "r"(word), "r"(kOnes), "r"(0));
     return sum;
   }
   __device__ static uint32_t round(float low, float high) {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "transport/device/memory_access.cuh"
+#include "transport/device/architecture.cuh"
 
 namespace moe_ep {
 
@@ -17,9 +17,11 @@ __device__ inline uint64_t address_bits(uint64_t address) { return address; }
 // that it does not need. So it is made to need them: one of them is never null.
 template <typename... Addresses>
 __device__ void wait_for_previous_kernel_knowing(Addresses... addresses) {
-  const uint64_t bits = (address_bits(addresses) | ...);
-  asm volatile("{.reg .pred q; setp.ne.u64 q,%0,0; @q griddepcontrol.wait;}" ::"l"(bits)
-               : "memory");
+  if constexpr (kHasProgrammaticLaunch) {
+    const uint64_t bits = (address_bits(addresses) | ...);
+    asm volatile("{.reg .pred q; setp.ne.u64 q,%0,0; @q griddepcontrol.wait;}" ::"l"(bits)
+                 : "memory");
+  }
 }
 
 }  // namespace moe_ep

@@ -1,5 +1,5 @@
-"""Are steps of a few tokens exact in odd shapes? One workspace, initialised for each of them anew,
-so that hundreds of shapes cost no more than the start of one group.
+"""Are steps of few and of many tokens exact in odd shapes? One workspace, initialised for each of
+them anew, so that hundreds of shapes cost no more than the start of one group.
 """
 
 from __future__ import annotations
@@ -15,30 +15,37 @@ from tests.conftest import RunOnRanks
 from tests.gpu.bare_workspace import bare_workspace
 from tests.gpu.device_rounds import Verdict, expected_sums, tokens_of
 from tests.ranks import RankContext
-from tests.ranks.devices import CPU, ONE_GPU
+from tests.ranks.devices import CPU, ONE_GPU, SPREAD
 
 pytestmark = pytest.mark.multirank
 HIDDEN_SIZES = (1, 3, 7, 8, 40, 72, 2880)
+# What 512 bytes, and two, four and eight times that, leave over, and what they do not.
+HIDDEN_SIZES_OF_MANY = (7, 256, 1000, 1536, 2880, 7168)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOP_KS = (1, 8, 9, 32)
-MOST_TOKENS = 9
+FEW_TOKENS = 9
+MANY_TOKENS = 140  # no step is so small that it goes as one of few
 ROUNDS = 4  # of a shape: staged and zero-copy, by turns
 
 
-def shapes(hidden_sizes: tuple[int, ...]) -> Iterator[MoEEpCommParams]:
+def shapes(hidden_sizes: tuple[int, ...], most_tokens: int) -> Iterator[MoEEpCommParams]:
     for h, hidden_size in enumerate(hidden_sizes):
         for d, dtype in enumerate(DTYPES):
             for k, top_k in enumerate(TOP_KS):
                 num_experts = (40, 37)[(h + d + k) % 2]  # the same number on all ranks, and not
-                yield MoEEpCommParams(num_experts, top_k, MOST_TOKENS, hidden_size, dtype)
+                yield MoEEpCommParams(num_experts, top_k, most_tokens, hidden_size, dtype)
 
 
 def play_shapes(
-    context: RankContext, backend: str, hidden_sizes: tuple[int, ...], share_a_gpu: bool
+    context: RankContext,
+    backend: str,
+    hidden_sizes: tuple[int, ...],
+    most_tokens: int,
+    share_a_gpu: bool,
 ) -> int:
     """Body: play every shape with other numbers of tokens; return how many rounds that were."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
-    all_shapes = list(shapes(hidden_sizes))
+    all_shapes = list(shapes(hidden_sizes, most_tokens))
     tested = named(backend)
     geometry_of, config = tested.places.geometry_of, tested.communication.config_type()
     # Combine pushes what it would pull on one GPU; both work there.
@@ -53,7 +60,7 @@ def play_shapes(
             workspace.start(geometry)
             verdict = Verdict(params, size, rank, ROUNDS, device)
             for index in range(ROUNDS):
-                most = 1 + (shape + 2 * index) % MOST_TOKENS
+                most = most_tokens - (shape + 2 * index) % FEW_TOKENS
                 counts = [(most - source * index) % (most + 1) for source in range(size)]
                 sent = [tokens_of(params, played, r, n, device) for r, n in enumerate(counts)]
                 received, combined, _ = workspace.play(
@@ -82,7 +89,26 @@ def test_few_tokens_of_any_shape_are_exact(
         device=device,
         backend=backend.name,
         hidden_sizes=hidden_sizes,
+        most_tokens=FEW_TOKENS,
         share_a_gpu=device == ONE_GPU,
         seconds=100,
     )
     assert played == [len(hidden_sizes) * len(DTYPES) * len(TOP_KS) * ROUNDS] * size
+
+
+@on_each(having="one_sided", devices=(ONE_GPU, SPREAD))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_many_tokens_of_any_shape_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    played = ranks(
+        size,
+        play_shapes,
+        device=device,
+        backend=backend.name,
+        hidden_sizes=HIDDEN_SIZES_OF_MANY,
+        most_tokens=MANY_TOKENS,
+        share_a_gpu=device == ONE_GPU,
+        seconds=200,
+    )
+    assert played == [len(HIDDEN_SIZES_OF_MANY) * len(DTYPES) * len(TOP_KS) * ROUNDS] * size
