@@ -655,16 +655,21 @@ class MoEEpCommunication(abc.ABC):
         shared = self._shared
         # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
         breaks = isinstance(error, MoEEpTimeoutError | MoEEpMaskDisagreementError)
-        if breaks or not isinstance(error, MoEEpError | TypeError):
-            shared.state = BROKEN
-            shared.broken_by = str(exc if error is None else error)
-            raise exc if error is None else error from None
-        # Raised when a call has done its part of the exchange, which closes the round.
-        recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
-        closes_round = recorded and shared.state == BROKEN
-        shared.state = IDLE if closes_round else state_if_alive
-        self._in_round = self._in_round and not closes_round
-        raise error from None
+        try:
+            if breaks or not isinstance(error, MoEEpError | TypeError):
+                shared.state = BROKEN
+                shared.broken_by = str(exc if error is None else error)
+                raise exc if error is None else error from None
+            # Raised when a call has done its part of the exchange, which closes the round.
+            recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
+            closes_round = recorded and shared.state == BROKEN
+            shared.state = IDLE if closes_round else state_if_alive
+            self._in_round = self._in_round and not closes_round
+            raise error from None
+        finally:
+            # This frame would hold them, and they its callers', until a garbage collection: what
+            # the user's frames hold would end at any time, a CUDA graph within another's capture.
+            del exc, error
 
     def _require(self, state: str, call: str) -> None:
         self._require_present(call)

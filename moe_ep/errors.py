@@ -104,4 +104,7 @@ def raise_typed_errors() -> Iterator[None]:
         error = translate_op_error(exc)
         if error is None:
             raise
-        raise error from None
+        try:
+            raise error from None
+        finally:
+            del error  # its frames would hold it, and their callers', until a garbage collection

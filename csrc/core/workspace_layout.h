@@ -14,7 +14,7 @@
 namespace moe_ep {
 
 // First bytes of a segment: private to its rank, peers never touch it. (On the CPU they read
-// `sleepers`, and where they wait long, `epoch`, `active`, `timeout` and `process`.)
+// `sleepers`, and how the rank is doing: `active`, `is_sending`, `timeout` and `process`.)
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
   // The workspace as this rank maps it: a clone of the tensor does not match.
@@ -28,6 +28,8 @@ struct ControlBlock {
   // any.
   uint32_t sleepers;
   RankMask active;  // of the round in flight: combine must be called with the same
+  // CPU: 1 while this rank is in a dispatch, and may write to those in `active`.
+  uint32_t is_sending;
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
   ProcessIdentity process;  // the rank's; on the CPU

@@ -152,13 +152,19 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
   const WorkspaceLayout layout = WorkspaceLayout::of(p.workspace.geometry);
   const Segment own(p.workspace, layout, p.workspace.ep_rank);
   ControlBlock& control = own.control();
+  const Sending sending(control);
   begin_round(control, p.active);
   control.phase = Phase::kDispatch;
   control.num_tokens = p.num_tokens;
   control.tokens_per_rank = p.tokens_per_rank;
 
-  int32_t rows_to[kMaxEpSize];
   const Geometry& g = p.workspace.geometry;
+  const Agreement agreement(
+      PeerWait{g.ep_size, p.active, Phase::kDispatch, p.timeout_sec, p.workspace.interrupted},
+      p.workspace.ep_rank, [&](int32_t rank) { return Segment(p.workspace, layout, rank); });
+  if (const Outcome same = agreement.compare_masks(); same != Outcome::kDone) return same;
+
+  int32_t rows_to[kMaxEpSize];
   const TokenRouter router({p.topk_ids, p.ids_are_int64, g.top_k, p.invalid_expert_id, p.active},
                            g.num_experts, g.ep_size);
   route(p, own, router, rows_to);
@@ -169,9 +175,6 @@ Outcome dispatch(const DispatchParams& p, const ParallelFor& parallel_for) {
                [&](int64_t begin, int64_t end) { sender.send(begin, end); });
 
   send_stats(p, layout);
-  const Agreement agreement(
-      PeerWait{g.ep_size, p.active, Phase::kDispatch, p.timeout_sec, p.workspace.interrupted},
-      p.workspace.ep_rank, [&](int32_t rank) { return Segment(p.workspace, layout, rank); });
   agreement.publish(header_of(p), rows_to);
   const Outcome met = agreement.meet_in_dispatch(p.out_headers);
   if (met != Outcome::kDone) return met;

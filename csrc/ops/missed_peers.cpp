@@ -28,11 +28,10 @@ std::string ranks_in(const RankMask& mask, int64_t ep_size) {
 }
 
 // Of a peer that may be about to begin the round: a disagreement is found when one is seen.
-std::string mask_of(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
-                    std::chrono::steady_clock::time_point deadline) {
+std::string words_for_mask(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
+                           std::chrono::steady_clock::time_point deadline) {
   for (;;) {
-    const auto mask = mask_in_round(peer, epoch);
-    if (mask.has_value()) return ranks_in(*mask, ep_size);
+    if (epoch_reached(load_acquire(&peer.epoch), epoch)) return ranks_in(mask_of(peer), ep_size);
     if (has_ended(peer.process)) return "none, its process has ended";
     if (std::chrono::steady_clock::now() > deadline) return "none yet, it is not in this round";
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -45,13 +44,13 @@ std::string mask_of(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   std::ostringstream table;
   for (int32_t rank = 0; rank < workspace.ep_size; ++rank) {
-    if (!own.active.contains(rank)) continue;
+    if (!own.active.contains(rank) && rank != own.timeout.first_missed) continue;
     table << "\n  rank " << rank << ": "
-          << mask_of(control_of(workspace, rank), own.epoch, workspace.ep_size, deadline);
+          << words_for_mask(control_of(workspace, rank), own.epoch, workspace.ep_size, deadline);
   }
   fail("MoEEpMaskDisagreementError", "the ranks have different active_rank_mask in round ",
        own.epoch, ", found by rank ", workspace.ep_rank,
-       "; no data was delivered. Those that are active for it pass:", table.str(),
+       "; no data was delivered. Of those that it counts on, or that count on it:", table.str(),
        "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
 }
 

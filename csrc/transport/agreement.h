@@ -24,6 +24,19 @@ class Agreement {
   Agreement(const PeerWait& how, int32_t ep_rank, SegmentOf segment_of)
       : how_(how), ep_rank_(ep_rank), segment_of_(segment_of), control_(own().control()) {}
 
+  // Before this rank writes to a peer: it must be in that one's mask, and nobody outside of its own
+  // mask may be writing here.
+  Outcome compare_masks() const {
+    for (int32_t peer = 0; peer < how_.ep_size; ++peer) {
+      ControlBlock& theirs = segment_of_(peer).control();
+      const bool differs = how_.active.contains(peer) ? excludes(theirs, peer, ep_rank_)
+                                                      : intrudes(theirs, ep_rank_);
+      if (!differs) continue;
+      return record_missed(how_, control_, missed_for(Missed::kMasksDiffer, peer, theirs.epoch));
+    }
+    return Outcome::kDone;
+  }
+
   // Publishes, with the header, all that this rank has written into the segments of its peers.
   // rows_to: [ep_size], rows for each rank; the other fields that matter are those of same_round.
   void publish(const RoundHeader& round, const int32_t* rows_to) const {
@@ -107,7 +120,7 @@ class Agreement {
 
   // Of a peer whose flag is not there.
   std::optional<Obstacle> obstacle(int32_t peer, const uint32_t* flag) const {
-    const auto found = obstacle_of(segment_of_(peer).control(), peer, ep_rank_, control_.epoch);
+    const auto found = obstacle_of(segment_of_(peer).control(), peer, ep_rank_);
     return epoch_reached(load_acquire(flag), control_.epoch) ? std::nullopt : found;
   }
 

@@ -23,23 +23,50 @@ struct Obstacle {
 
 using MaskWord = std::atomic_ref<uint64_t>;
 
-// The mask first: who sees the epoch sees its mask, or that of a later round.
-inline void begin_round(ControlBlock& control, const RankMask& active) {
-  constexpr int32_t kWords = rank_mask_words(kMaxEpSize);
-  for (int32_t i = 0; i < kWords; ++i) {
-    MaskWord(control.active.words[i]).store(active.words[i], std::memory_order_relaxed);
+// For as long as a rank is in a dispatch.
+class Sending {
+ public:
+  explicit Sending(ControlBlock& control) : word_(control.is_sending) {
+    word_.store(1, kSequential);
   }
-  store_release(&control.epoch, control.epoch + 1);
+  ~Sending() { word_.store(0, kRelease); }
+  Sending(const Sending&) = delete;
+  Sending& operator=(const Sending&) = delete;
+
+ private:
+  SystemAtomic32 word_;
+};
+
+// A rank first says with whom it begins a round, and then looks at what the others say, before it
+// writes to any of them. All of it is sequentially consistent: of two ranks that begin a round, one
+// with the other and one without, at least one sees that.
+inline void begin_round(ControlBlock& control, const RankMask& active) {
+  for (int32_t i = 0; i < rank_mask_words(kMaxEpSize); ++i) {
+    MaskWord(control.active.words[i]).store(active.words[i]);
+  }
+  SystemAtomic32(control.epoch).store(control.epoch + 1, kSequential);
 }
 
-// The mask of a rank that has begun a round, if it has.
-inline std::optional<RankMask> mask_in_round(ControlBlock& peer, uint32_t epoch) {
-  if (!epoch_reached(load_acquire(&peer.epoch), epoch)) return std::nullopt;
+// With whom a rank has begun its last round; empty before the first.
+inline RankMask mask_of(ControlBlock& rank) {
   RankMask mask;
   for (int32_t i = 0; i < rank_mask_words(kMaxEpSize); ++i) {
-    mask.words[i] = MaskWord(peer.active.words[i]).load(std::memory_order_relaxed);
+    mask.words[i] = MaskWord(rank.active.words[i]).load();
   }
   return mask;
+}
+
+// Whether a peer has masked this rank off. To come back takes a new beginning, so any round tells.
+inline bool excludes(ControlBlock& peer, int32_t peer_rank, int32_t own_rank) {
+  const RankMask mask = mask_of(peer);
+  return mask.contains(peer_rank) && !mask.contains(own_rank);
+}
+
+// Whether a rank that this one has masked off may be writing into its memory.
+inline bool intrudes(ControlBlock& masked, int32_t own_rank) {
+  return SystemAtomic32(masked.is_sending).load(kSequential) != 0 &&
+         mask_of(masked).contains(own_rank) && load_acquire(&masked.timeout.recorded) == 0 &&
+         !has_ended(masked.process);
 }
 
 // What headers carry of a mask. Up to 32 ranks it is the mask.
@@ -51,18 +78,17 @@ inline uint32_t signature_of(const RankMask& mask) {
   return static_cast<uint32_t>(hash ^ (hash >> 32));
 }
 
-// What keeps `peer`, whom this rank waits for in round `epoch`, from answering; nothing where it
-// may just be slow. The caller looks once more whether it has answered: it may have done so before.
-inline std::optional<Obstacle> obstacle_of(ControlBlock& peer, int32_t peer_rank, int32_t own_rank,
-                                           uint32_t epoch) {
+// What keeps `peer`, whom this rank waits for, from answering; nothing where it may just be slow.
+// The caller looks once more whether it has answered: it may have done so before.
+inline std::optional<Obstacle> obstacle_of(ControlBlock& peer, int32_t peer_rank,
+                                           int32_t own_rank) {
   if (load_acquire(&peer.timeout.recorded) != 0) {
     return Obstacle{Missed::kPeerGaveUp, peer.timeout.first_missed, peer.timeout.first_why};
   }
   if (has_ended(peer.process)) {
     return Obstacle{Missed::kProcessEnded, peer_rank, Missed::kProcessEnded};
   }
-  const std::optional<RankMask> mask = mask_in_round(peer, epoch);
-  if (mask.has_value() && !mask->contains(own_rank)) {
+  if (excludes(peer, peer_rank, own_rank)) {
     return Obstacle{Missed::kMasksDiffer, peer_rank, Missed::kMasksDiffer};
   }
   return std::nullopt;

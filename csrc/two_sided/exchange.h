@@ -38,7 +38,7 @@ Outcome exchange(const PeerWait& how, int32_t ep_rank, const Segment& own, Work&
     if (is_interrupted(how)) miss(Missed::kInterrupted);
     work.for_each_awaited([&](int32_t peer) {
       if (missed.has_value()) return;
-      const auto obstacle = obstacle_of(control_of(peer), peer, ep_rank, control.epoch);
+      const auto obstacle = obstacle_of(control_of(peer), peer, ep_rank);
       if (obstacle.has_value()) missed = {peer, control.epoch, *obstacle};
     });
     return missed.has_value();

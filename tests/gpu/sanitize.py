@@ -1,4 +1,4 @@
-"""Do the one-sided kernels pass compute-sanitizer? Plays a few rounds under it; any report fails.
+"""Do the kernels pass compute-sanitizer? Plays a few rounds under it; any report fails.
 
     python -m tests.gpu.sanitize [--tools memcheck racecheck synccheck] [--backends cake]
 
@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_ep import MoEEpCommParams, QuantFormat
 from moe_ep.cake.kernels import sanitize_expert_ids
-from tests import backends
+from tests.backends import named
 from tests.ranks import RankContext, devices
 from tests.rounds import Round, check, play, random_round
 from tools.mps import without_daemon
@@ -54,7 +54,7 @@ OUR_KERNELS = "moe_ep"  # their namespace; to look into torch's, too, takes minu
 ERROR_EXIT_CODE = 86
 # A tensor is then an allocation of its own, whose end the tool knows.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-# Each is played with rows that travel back as they are, or in low precision.
+# Each is played with rows that travel back as they are, or in low precision by who can do that.
 CASES = (
     (MoEEpCommParams(10, 3, 160, 1001), False),
     (MoEEpCommParams(10, 3, 160, 203, dispatch_format=QuantFormat.MXFP8), False),
@@ -63,7 +63,11 @@ CASES = (
 )
 COUNTS = ((3, 1), (40, 33), (160, 97))
 # With all small steps as packets, there and back.
-BACKENDS: dict[str, dict[str, Any]] = {"cake": {}, "nvlink_one_sided": {"lamport": True}}
+BACKENDS: dict[str, dict[str, Any]] = {
+    "cake": {},
+    "nvlink_one_sided": {"lamport": True},
+    "nvlink_two_sided": {},
+}
 PLAYED = "all rounds are exact"
 _SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 
@@ -86,7 +90,7 @@ def reason_to_skip(sanitizer: str | None) -> str | None:
 
 def reason_against(backend: str) -> str | None:
     """Return why a backend cannot run on the GPU, or None."""
-    return backends.named(backend).communication.unsupported_reason(torch.device("cuda", 0))
+    return named(backend).communication.unsupported_reason(torch.device("cuda", 0))
 
 
 def reports_in(output: str) -> int | None:
@@ -198,8 +202,11 @@ def play_rank(rank: int, port: int, backend: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     context = RankContext(rank, SIZE, dist.group.WORLD, devices.enter(devices.SPREAD, rank, SIZE))
     for params, low_precision in CASES:
+        if low_precision and not named(backend).low_precision:
+            continue
         rounds = rounds_of(params)
-        options = {"timeout_sec": WAIT_SECONDS, "use_low_precision_combine": low_precision}
+        precision = {"use_low_precision_combine": True} if low_precision else {}
+        options = {"timeout_sec": WAIT_SECONDS, **precision}
         played = play(context, backend, params, rounds, {**options, **BACKENDS[backend]})
         for one, got in zip(rounds, played, strict=True):
             of_ranks = [got if r == rank else None for r in range(SIZE)]

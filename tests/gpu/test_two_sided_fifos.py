@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import MoEEpCommParams, MoEEpDispatchResult, _native
+from moe_ep import MoEEpCommParams, MoEEpDisagreementError, MoEEpDispatchResult, _native
 from moe_ep.collectives import TorchDistributedComm
 from moe_ep.nvlink_two_sided import kernels
 from moe_ep.symmetric_memory import SymmetricMemory
@@ -194,12 +194,14 @@ def prepare_differently(context: RankContext, params: MoEEpCommParams) -> tuple[
     rows = torch.zeros(5, widths[0] // 2, dtype=torch.bfloat16, device=device)
     received = rows.new_empty((5 * context.size, rows.shape[1]))
     kernels.alltoallv(*where, [rows], routing, [received])
-    sums = kernels.combine(*where, received, routing)
+    sums = received.new_zeros(5, rows.shape[1])
     said = ""
     try:
+        kernels.combine(*where, received, routing, output=sums)
         kernels.check(*where)
-    except RuntimeError as problem:
+    except MoEEpDisagreementError as problem:
         said = str(problem)
+    torch.cuda.synchronize(device)
     nothing = bool((routing.recv_counts == 0).all()) and bool(sums.isnan().all())
     verdict = Verdict(params, context.size, context.rank, 1, device)
     got, combined = workspace.play(sent[context.rank], 5)

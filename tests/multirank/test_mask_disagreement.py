@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping, Sequence
 
@@ -24,10 +25,11 @@ Masks = Mapping[int, Sequence[int]]
 
 
 def disagree(
-    context: RankContext, backend: str, masks: Masks
+    context: RankContext, backend: str, masks: Masks, late: Sequence[int]
 ) -> tuple[Problem | None, float, Played | None, Played]:
-    """Body: each rank plays a round with its own mask, those without one do not; then all begin
-    anew. Returns what the round raised, after how long, or brought; and a round of all.
+    """Body: each rank plays a round with its own mask, those without one do not, and the late ones
+    when the others have long begun; then all begin anew. Returns what the round raised, after how
+    long, or brought; and a round of all.
     """
     size, rank = context.size, context.rank
     with create(
@@ -36,6 +38,8 @@ def disagree(
         play_round(communication, masked_round(range(size), size, 0))
         context.barrier()
         started, problem, played = time.monotonic(), None, []
+        if rank in late:
+            time.sleep(0.5)
         if rank in masks:
             one = masked_round(masks[rank], size, 1)
             problem = problem_of(lambda: played.append(play_round(communication, one)))
@@ -56,14 +60,16 @@ def words_of(masks: Masks, rank: int) -> list[str]:
     return [words(peer) for peer in masks[rank]]
 
 
-STORIES: dict[str, tuple[Masks, Sequence[int]]] = {
-    # each rank's mask; the ranks that are fine
-    "one masks another": ({0: (0, 1, 2), 1: (0, 1), 2: (0, 1, 2)}, ()),
-    "one masks another, which is before it": ({0: (0, 1, 2), 1: (0, 1, 2), 2: (1, 2)}, ()),
-    "nobody answers the masked one": ({0: (0,), 1: (0, 1)}, (0,)),
-    "two go on without the third": ({0: (0, 1, 2), 1: (1, 2), 2: (1, 2)}, (1, 2)),
-    "each masks another": ({0: (0, 1), 1: (1, 2), 2: (0, 2)}, ()),
-    "one has not heard who is away": ({0: (0, 1, 2), 1: (0, 1, 2, 3), 2: (0, 1, 2)}, ()),
+STORIES: dict[str, tuple[Masks, Sequence[int], Sequence[int]]] = {
+    # each rank's mask; the ranks that are late; those that are fine
+    "one masks another": ({0: (0, 1, 2), 1: (0, 1), 2: (0, 1, 2)}, (), ()),
+    "one masks another, which is before it": ({0: (0, 1, 2), 1: (0, 1, 2), 2: (1, 2)}, (), ()),
+    "nobody answers the masked one": ({0: (0,), 1: (0, 1)}, (1,), (0,)),
+    "the masked one has sent already": ({0: (0,), 1: (0, 1)}, (0,), ()),
+    "two go on without the third": ({0: (0, 1, 2), 1: (1, 2), 2: (1, 2)}, (0,), (1, 2)),
+    "the third has sent to two already": ({0: (0, 1, 2), 1: (1, 2), 2: (1, 2)}, (1, 2), ()),
+    "each masks another": ({0: (0, 1), 1: (1, 2), 2: (0, 2)}, (), ()),
+    "one has not heard who is away": ({0: (0, 1, 2), 1: (0, 1, 2, 3), 2: (0, 1, 2)}, (), ()),
 }
 
 
@@ -72,9 +78,9 @@ STORIES: dict[str, tuple[Masks, Sequence[int]]] = {
 def test_masks_that_differ_are_found_out_by_all_whom_it_concerns(
     ranks: RunOnRanks, backend: Backend, device: str, story: str
 ) -> None:
-    masks, fine = STORIES[story]
+    masks, late, fine = STORIES[story]
     size = 1 + max(rank for mask in masks.values() for rank in mask)
-    results = ranks(size, disagree, device=device, backend=backend.name, masks=masks)
+    results = ranks(size, disagree, device=device, backend=backend.name, masks=masks, late=late)
     for rank, (problem, seconds, _, _) in enumerate(results):
         if rank not in masks or rank in fine:
             assert problem is None, problem
@@ -86,3 +92,36 @@ def test_masks_that_differ_are_found_out_by_all_whom_it_concerns(
         check(PARAMS, one, [played for _, _, played, _ in results])
     everyone = masked_round(range(size), size, 2)
     check(PARAMS, everyone, [after for *_, after in results])
+
+
+def race(context: RankContext, backend: str, races: int) -> list[Played | None]:
+    """Body: rank 0 masks rank 1, which counts on it, at about the same time. Returns what rank 0
+    got where it raised nothing; rank 1 always raises.
+    """
+    size, rank, jitter = context.size, context.rank, random.Random(context.rank)
+    got: list[Played | None] = []
+    with create(
+        context, PARAMS, backend, timeout_sec=BUDGET, enable_rank_mask=True
+    ) as communication:
+        for seed in range(races):
+            one = masked_round(range(rank + 1), size, seed)
+            context.barrier()
+            time.sleep(jitter.uniform(0, 0.0002))
+            played: list[Played] = []
+            problem = problem_of(lambda: played.append(play_round(communication, one)))  # noqa: B023
+            if rank == 1 or problem is not None:
+                expect(problem, MoEEpMaskDisagreementError, ["rank 0: 0", "rank 1: 0, 1"])
+            got.append(played[0] if played else None)
+            communication.reinitialize()
+    return got
+
+
+@on_each(having="masks", devices=(CPU,))
+def test_a_rank_that_is_written_to_by_one_that_it_masks_has_right_data_or_an_error(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    races = 60
+    results = ranks(2, race, device=device, backend=backend.name, races=races, seconds=60)
+    for seed, played in enumerate(results[0]):
+        check(PARAMS, masked_round([0], 2, seed), [played, None])
+    assert results[1] == [None] * races

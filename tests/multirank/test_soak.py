@@ -31,8 +31,10 @@ MAX_DELAY_SECONDS = 0.005
 
 
 def stamp(index: int, rank: int) -> float:
-    """Return a number that only this rank sends in this round; exact in float32."""
-    return float(index * 2**8 + rank)
+    """Return a number that only this rank sends in this round, for 2**14 rounds; sums of three are
+    exact in float32.
+    """
+    return float(index % 2**14 * 2**8 + rank)
 
 
 def soak(context: RankContext, backend: str, rounds: int, masked: bool = False) -> tuple[int, int]:

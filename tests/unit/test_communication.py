@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -24,8 +26,11 @@ class Scripted(TorchDistAlltoAll):
 
     def _fail(self):
         failure, self.failure = self.failure, None
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # else its own traceback holds it
 
     def _dispatch(self, *args, **kwargs):
         self._fail()
@@ -169,6 +174,26 @@ def test_a_timeout_or_an_unknown_error_breaks_the_object(comm, failure, in_combi
         with pytest.raises(moe_ep.MoEEpStateError, match=r"re-create.*because.*(waited|a bug)"):
             later(comm)
     comm.destroy()
+
+
+class Held:
+    """Stands for what a caller's frame holds, such as a CUDA graph."""
+
+
+@pytest.mark.parametrize("words", ["MoEEpConfigError: 4 and 8", "MoEEpTimeoutError: waited", "bug"])
+def test_an_error_that_is_dropped_holds_nothing_of_its_callers(comm, words):
+    def fails():
+        held = Held()
+        comm.failure = RuntimeError(words)
+        with contextlib.suppress(moe_ep.MoEEpError, RuntimeError):
+            dispatch(comm)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_breaks_the_object(comm):
