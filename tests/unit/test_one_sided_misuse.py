@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,11 @@ class Capture:
     ) -> None:
         self.current, self.captured = current, captured
         exchange = comm._exchange  # type: ignore[attr-defined]
-        monkeypatch.setattr(comm, "device", torch.device("cuda", 1))
-        monkeypatch.setattr(exchange, "_device", torch.device("cuda", 1))
-        monkeypatch.setattr(exchange, "_cuda_index", 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        elsewhere = replace(exchange._bootstrap, device=torch.device("cuda", 1))
+        monkeypatch.setattr(comm, "device", elsewhere.torch_device)
+        monkeypatch.setattr(exchange, "_device", elsewhere.torch_device)
+        monkeypatch.setattr(exchange, "_bootstrap", elsewhere)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda: self.current == self.captured
