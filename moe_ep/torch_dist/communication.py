@@ -46,8 +46,8 @@ class TorchDistAlltoAll(MoEEpCommunication):
     and waits for the exchange. A round over NCCL can be captured in a CUDA graph after an eager one
     of the same sizes. There it moves `tokens_per_rank` rows to each rank, needed or not, waits
     without an end for a peer that does not come, and leaves it to `check` to raise what is wrong
-    with ids. A round cannot be compiled. All received tensors are fresh. Nothing is held between
-    rounds. After a MoEEpTimeoutError the process group is as broken as the object: re-create both.
+    with ids. All received tensors are fresh. Nothing is held between rounds. After a
+    MoEEpTimeoutError the process group is as broken as the object: re-create both.
     """
 
     config_type = TorchDistConfig
