@@ -12,8 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 _PREVIOUS = "_moe_ep_previous_round_op"
 
 
@@ -44,14 +42,3 @@ def _in_order(op: Any) -> Callable[..., Any]:
         return lowered
 
     return lower_in_order
-
-
-def round_ops() -> tuple[Any, ...]:
-    """Return the ops that play rounds."""
-    of = torch.ops.moe_ep
-    return (
-        of.round_dispatch.default,
-        of.round_combine.default,
-        of.round_combine_backward.default,
-        of.round_dispatch_backward.default,
-    )

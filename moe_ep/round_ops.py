@@ -25,7 +25,7 @@ from moe_ep.backward_round import (
 )
 from moe_ep.dispatch_result import copy_of
 from moe_ep.errors import MoEEpStateError
-from moe_ep.inductor_order import round_ops, teach_inductor
+from moe_ep.inductor_order import teach_inductor
 
 if TYPE_CHECKING:
     from moe_ep.communication import MoEEpCommunication
@@ -112,7 +112,7 @@ def _(
     rows_need_grad: bool,
     weights_need_grad: bool,
 ) -> tuple[Tensor, ...]:
-    teach_inductor(*round_ops())  # here, since importing it takes a second
+    teach_inductor(*_OVERLOADS)  # here, since importing it takes a second
     num_rows, top_k = ep_size * tokens_per_rank, topk_ids.shape[1]
 
     def rows_like(given: Tensor | None) -> Tensor:
@@ -301,5 +301,9 @@ def _backward_of_combine(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, 
 
 _round_dispatch.register_autograd(_backward_of_dispatch, setup_context=_save_dispatch)
 _round_combine.register_autograd(_backward_of_combine, setup_context=_save_combine)
-for _op in (_round_dispatch, _round_combine, _round_combine_backward, _round_dispatch_backward):
-    _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
+_OVERLOADS = tuple(
+    op._opoverload
+    for op in (_round_dispatch, _round_combine, _round_combine_backward, _round_dispatch_backward)
+)
+for _overload in _OVERLOADS:
+    _register_effectful_op(_overload, _EffectType.ORDERED)
