@@ -21,8 +21,8 @@ from moe_ep import (
     TorchDistAlltoAll,
 )
 from moe_ep._native import Geometry
-from moe_ep.one_sided import places
 from moe_ep.one_sided.config import OneSidedConfig
+from moe_ep.one_sided.workspace import geometry_of
 from tests.gpu_cases import GPUS
 from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
 
@@ -82,7 +82,7 @@ class Backend:
         """What sizes a workspace on the one-sided transport, with the settings that are usual."""
         config = self.communication.config_type()
         assert isinstance(config, OneSidedConfig)
-        return places.geometry_of(params, ep_size, config, device, spans_gpus=spans_gpus)
+        return geometry_of(params, ep_size, config, device, spans_gpus=spans_gpus)
 
 
 def _one_sided(

@@ -16,7 +16,7 @@ from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.exchange import OneSidedExchange
 from moe_ep.one_sided.kernels import OneSidedKernels
-from moe_ep.one_sided.places import geometry_of, join_workspace
+from moe_ep.one_sided.workspace import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
 from moe_ep.sharing import memory_kind
 

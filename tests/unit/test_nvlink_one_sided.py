@@ -10,7 +10,7 @@ import torch
 from moe_ep import MoEEpCommParams, MoEEpConfigError, NVLinkOneSidedConfig, _native
 from moe_ep._native import Geometry
 from moe_ep.cake.config import CakeAlltoAllConfig
-from moe_ep.one_sided.places import geometry_of
+from moe_ep.one_sided.workspace import geometry_of
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 PARAMS = MoEEpCommParams(64, 8, 4096, 7168)
