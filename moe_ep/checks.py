@@ -34,10 +34,13 @@ def check_group(
         raise MoEEpConfigError(f"world_size must be 1..{MAX_EP_SIZE}, got {bootstrap.world_size}.")
 
 
-def check_construction(params: MoEEpCommParams, eplb_stats_num_experts: int) -> None:
+def check_construction(
+    params: MoEEpCommParams, config: CommunicationConfig, eplb_stats_num_experts: int
+) -> None:
     """Check what one rank can see of the constructor's other arguments."""
     check_type("params", params, MoEEpCommParams)
     require_int_in_range("eplb_stats_num_experts", eplb_stats_num_experts, 0, params.num_experts)
+    config.layers_with(params)
 
 
 def check_dispatch(

@@ -1,4 +1,4 @@
-"""Which communications share a workspace? Those of one process, group and layout.
+"""Which communications share a workspace? Those of one process, group and layout or arena.
 
 All ranks of a group must come to the same answer: they tell each other what they have found.
 """
@@ -129,7 +129,8 @@ def join_memory(
         str(bootstrap.torch_device),
         bootstrap.stream,  # rounds on several streams are not in order
         *apart,
-        *layout.fields(),
+        frozenset(config.arena),
+        layout.fingerprint if config.arena else tuple(layout.fields()),
     )
     return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
 

@@ -33,8 +33,9 @@ struct TimeoutRecord {
 
 // Expert ids outside [0, num_experts) that are not padding. Their slots send nothing.
 struct InvalidIdRecord {
-  uint32_t count;  // in the current round
-  int32_t token;   // of the first one
+  uint32_t count;       // in the current round
+  int32_t num_experts;  // of the layer that the first one was given to
+  int32_t token;        // of the first one
   int32_t slot;
   int64_t expert_id;
 };

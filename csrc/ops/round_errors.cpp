@@ -7,9 +7,9 @@
 
 namespace moe_ep::ops {
 
-void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank, int32_t num_experts) {
+void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank) {
   fail("MoEEpInputError", "rank ", ep_rank, " passed ", record.count, " expert id(s) outside [0, ",
-       num_experts, "), the first at token ", record.token, ", slot ", record.slot, ": ",
+       record.num_experts, "), the first at token ", record.token, ", slot ", record.slot, ": ",
        record.expert_id,
        ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
 }
@@ -89,9 +89,11 @@ void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {
     for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
   }
   fail("MoEEpDisagreementError",
-       "the ranks called dispatch with different arguments; no data was delivered. "
+       "the ranks called dispatch with different arguments; no data was delivered. All must call "
+       "the same layer, and "
        "runtime_max_tokens_per_rank, the row widths and whether topk_weights and eplb_local_stats "
        "are given must be the same on all ranks:",
+    table << ", num_experts=" << header.num_experts << ", top_k=" << header.top_k;
        table.str());
 }
 

@@ -31,5 +31,5 @@ def geometry_of(
     spans_gpus: bool = True,
 ) -> Geometry:
     """Return what sizes the workspace of a communication, as `moe_ep.one_sided.places` does."""
-    packets = places.PacketSteps.fastest(params, ep_size)
+    packets = places.PacketSteps.fastest(config.layers_with(params), ep_size)
     return places.geometry_of(params, ep_size, config, device, packets, spans_gpus=spans_gpus)

@@ -41,8 +41,9 @@ def packet_steps(
     """Return which steps go over the Lamport transport on CUDA."""
     if config.lamport is False:
         return places.PacketSteps(0)
-    limit = config.lamport_max_tokens
+    limit, layers = config.lamport_max_tokens, config.layers_with(params)
     if config.lamport is None and limit is None:
-        return places.PacketSteps.fastest(params, ep_size)
-    max_tokens = min(MAX_PACKET_TOKENS if limit is None else limit, params.max_tokens_per_rank)
+        return places.PacketSteps.fastest(layers, ep_size)
+    most = places.most_tokens(layers)
+    max_tokens = min(MAX_PACKET_TOKENS if limit is None else limit, most)
     return places.PacketSteps(max_tokens, always=config.lamport is True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,15 @@ class PacketSteps:
     always: bool = False
 
     @classmethod
-    def fastest(cls, params: MoEEpCommParams, ep_size: int) -> PacketSteps:
-        """Return those for which packets were measured to be faster."""
-        sizes = (ep_size, params.top_k, params.max_tokens_per_rank)
+    def fastest(cls, layers: Sequence[MoEEpCommParams], ep_size: int) -> PacketSteps:
+        """Return those for which packets were measured to be faster, with the widest top_k."""
+        sizes = (ep_size, _widest_top_k(layers), most_tokens(layers))
         return cls(_native.low_latency_tokens(*sizes))
+
+
+def most_tokens(layers: Sequence[MoEEpCommParams]) -> int:
+    """Return the tokens of a rank in the largest step of any of these layers."""
+    return max(layer.max_tokens_per_rank for layer in layers)
 
 
 def geometry_of(
@@ -46,7 +52,8 @@ def geometry_of(
     *,
     spans_gpus: bool,
 ) -> Geometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+    """Return what sizes the workspace of a communication, with room for every layer of its arena;
+    `.segment_bytes` is the size per rank.
 
     spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
         ordered within one GPU only. The size does not depend on it.
@@ -54,19 +61,21 @@ def geometry_of(
     Raises MoEEpConfigError where a size is past its limit.
     """
     on_cuda = device.type == "cuda"
+    layers = settings.layers_with(params)
     try:
         return Geometry(
             ep_size=ep_size,
             num_experts=params.num_experts,
             top_k=params.top_k,
-            max_tokens_per_rank=params.max_tokens_per_rank,
-            dispatch_bytes_per_token=params.dispatch_bytes_per_token
+            max_tokens_per_rank=most_tokens(layers),
+            dispatch_bytes_per_token=max(layer.dispatch_bytes_per_token for layer in layers)
             + settings.extra_payload_bytes_per_token,
-            combine_bytes_per_token=_combine_bytes_per_token(params, settings),
+            combine_bytes_per_token=max(_combine_bytes(layer, settings) for layer in layers),
             eplb_stats_num_experts=settings.eplb_stats_num_experts,
             low_latency_tokens=packets.max_tokens if on_cuda else 0,
             spans_gpus=int(spans_gpus),
             prefers_packets=int(packets.always and on_cuda),
+            max_top_k=_widest_top_k(layers),
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None
@@ -94,7 +103,11 @@ def join_workspace(
     )
 
 
-def _combine_bytes_per_token(params: MoEEpCommParams, settings: OneSidedSettings) -> int:
+def _widest_top_k(layers: Sequence[MoEEpCommParams]) -> int:
+    return max(layer.top_k for layer in layers)
+
+
+def _combine_bytes(params: MoEEpCommParams, settings: OneSidedSettings) -> int:
     """Return the bytes of an expert's row as it travels."""
     if not settings.use_low_precision_combine:
         return params.combine_bytes_per_token

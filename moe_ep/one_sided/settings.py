@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from moe_ep.config import require_int_in_range
+from moe_ep.params import MoEEpCommParams
 
 _MAX_EXTRA_BYTES = 1 << 20
 
@@ -26,6 +27,8 @@ class OneSidedSettings(Protocol):
     def timeout_sec(self) -> int: ...
     @property
     def comm_backend(self) -> Any: ...
+
+    def layers_with(self, params: MoEEpCommParams) -> tuple[MoEEpCommParams, ...]: ...
 
 
 def check_settings(settings: OneSidedSettings) -> None:

@@ -44,9 +44,9 @@ def new_communication(context: RankContext, backend: str) -> MoEEpCommunication:
     return create_communication(bootstrap, PARAMS, backend, timeout_sec=3)
 
 
-def dispatch(communication: MoEEpCommunication) -> torch.Tensor:
+def dispatch(communication: MoEEpCommunication, one: Round = ONE) -> torch.Tensor:
     rank, device = communication.ep_rank, communication.device
-    given = ONE.hidden_states[rank].to(device), ONE.topk_ids[rank].to(device)
+    given = one.hidden_states[rank].to(device), one.topk_ids[rank].to(device)
     return communication.dispatch(*given).hidden_states
 
 

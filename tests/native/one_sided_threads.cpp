@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/expert_partition.h"
+#include "core/geometry_check.h"
 #include "core/workspace_layout.h"
 #include "one_sided/cpu.h"
 #include "one_sided/segment.h"
@@ -233,7 +234,8 @@ int main(int argc, char** argv) {
   const int32_t rounds = argc > 2 ? std::atoi(argv[2]) : 300;
   const auto first_epoch = static_cast<uint32_t>(argc > 3 ? std::strtoul(argv[3], nullptr, 0) : 0);
   const auto seed = static_cast<uint32_t>(argc > 4 ? std::atoi(argv[4]) : 1);
-  const Geometry geometry{ranks, kNumExperts, kTopK, kCapacity, kHidden * 4, kHidden * 4, 0, 0};
+  const Geometry geometry =
+      valid_geometry(ranks, kNumExperts, kTopK, kCapacity, kHidden * 4, kHidden * 4, 0, 0, 0, 0, 0);
   const uint64_t bytes = WorkspaceLayout::of(geometry).segment_bytes * static_cast<uint64_t>(ranks);
   auto* base = static_cast<uint8_t*>(std::aligned_alloc(kRegionAlignment, bytes));
 
