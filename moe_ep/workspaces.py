@@ -6,6 +6,7 @@ that is gathered over the group, so that all go on or all raise.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 from weakref import WeakSet
@@ -58,6 +59,7 @@ class Workspace:
         *,
         initialize: Callable[[], None] | None = None,
         forget: Callable[[], None] | None = None,
+        say_farewell: Callable[[], None] | None = None,
     ) -> None:
         """Begin with idle.
 
@@ -65,7 +67,9 @@ class Workspace:
         ep_rank, ep_size: this rank's place in it. (It may be gone when it could be asked.)
         memory: mapped, not initialised yet.
         initialize: prepares this rank's own memory; the ranks meet after it.
-        forget: is called before the memory goes. Neither of them may hold a communication.
+        forget: is called before the memory goes.
+        say_farewell: tells peers that wait for this rank that it comes to no further round; called
+            with memory. None of the three may hold a communication.
         """
         self.comm = comm
         self._ep_rank = ep_rank
@@ -79,6 +83,8 @@ class Workspace:
         self.backward: RoutedRound | None = None
         self._initialize = initialize
         self._forget = forget
+        self._say_farewell = say_farewell
+        self._process = os.getpid()
         # Weak: a communication may be dropped without destroy, and then does not count.
         self._members: WeakSet[Member] = WeakSet()
         # What it is found by, see moe_ep.workspace_sharing.
@@ -113,14 +119,16 @@ class Workspace:
             where = "between dispatch and combine"
             if self.state == IN_BACKWARD:
                 where = "when a backward had not come to its dispatch and so left a round open"
+            self._tell_peers()
             self._break(f"a communication that shared its workspace was destroyed {where}.")
         if not self._members:
             self.close()
 
     def close(self) -> None:
         """Let go of the memory. Views keep theirs."""
+        self._tell_peers()
         forget, memory = self._forget, self.memory
-        self._initialize = self._forget = None
+        self._initialize = self._forget = self._say_farewell = None
         self._break("it was destroyed.")
         try:
             if forget is not None:
@@ -128,6 +136,12 @@ class Workspace:
         finally:
             if memory is not None:
                 memory.close()
+
+    def _tell_peers(self) -> None:
+        # A forked child has a mapping of its parent's memory, and nothing to say there.
+        mine = os.getpid() == self._process
+        if self._say_farewell is not None and mine and self.mapped_bytes > 0:
+            self._say_farewell()
 
     def require(self, state: str, call: str, *, in_round: bool, who: str) -> None:
         """Raise MoEEpStateError unless a communication may make the call.

@@ -15,6 +15,7 @@ enum class Missed : uint32_t {
   kPeerGaveUp,    // the peer itself has missed one
   kInterrupted,   // by a signal handler of this process
   kMasksDiffer,   // the peer's rank mask is not this rank's
+  kDestroyed,     // the peer's communication
 };
 
 // A wait on a peer that did not end well.

@@ -14,7 +14,8 @@
 namespace moe_ep {
 
 // First bytes of a segment: private to its rank, peers never touch it. (On the CPU they read
-// `sleepers`, and how the rank is doing: `active`, `is_sending`, `timeout` and `process`.)
+// `sleepers`, and how the rank is doing: `active`, `is_sending`, `has_left`, `timeout` and
+// `process`.)
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
   // The workspace as this rank maps it: a clone of the tensor does not match.
@@ -30,6 +31,8 @@ struct ControlBlock {
   RankMask active;  // of the round in flight: combine must be called with the same
   // CPU: 1 while this rank is in a dispatch, and may write to those in `active`.
   uint32_t is_sending;
+  // CPU: 1 once this rank's communication was destroyed: it takes part in no further round.
+  uint32_t has_left;
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
   ProcessIdentity process;  // the rank's; on the CPU
