@@ -98,8 +98,23 @@ def class_code(cls, name):
     return code(f"class {name}", [str(base) for base in cls.bases], "")
 
 
-def blocks_of(item, name, depth):
-    """The Markdown blocks of a class, function, property or constant."""
+def members_of(cls, exported):
+    """The members of a class, then those that it has from a base which no module exports."""
+    yield from cls.members.items()
+    for base in cls.resolved_bases:
+        if base.package is cls.package and base.path not in exported:
+            yield from (
+                (name, member)
+                for name, member in members_of(base, exported)
+                if name not in cls.members
+            )
+
+
+def blocks_of(item, name, depth, exported):
+    """The Markdown blocks of a class, function, property or constant.
+
+    exported: the paths of all items that stand in the document themselves.
+    """
     heading = "#" * depth
     if item.is_class:
         yield f"{heading} class `{name}`"
@@ -107,9 +122,9 @@ def blocks_of(item, name, depth):
         yield from markdown(item)
         if "__init__" in item.members:
             yield from markdown(item.members["__init__"])
-        for member_name, member in item.members.items():
+        for member_name, member in members_of(item, exported):
             if not member_name.startswith("_") and not member.is_alias and member.docstring:
-                yield from blocks_of(member, member_name, depth + 1)
+                yield from blocks_of(member, member_name, depth + 1, exported)
     elif item.is_function:
         yield f"{heading} `{name}`"
         yield function_code(item, name)
@@ -150,8 +165,12 @@ def render():
     package = griffe.load("moe_ep", search_paths=[ROOT], resolve_aliases=True)
     blocks = [HEADER, "# API"]
     written = {}  # where each item stands
-    for path in MODULES:
-        module = package if path == "moe_ep" else package[path.removeprefix("moe_ep.")]
+    modules = {
+        path: package if path == "moe_ep" else package[path.removeprefix("moe_ep.")]
+        for path in MODULES
+    }
+    exported = {item.path for module in modules.values() for _, item in public_items(module)}
+    for path, module in modules.items():
         blocks += [f"## `{path}`", *markdown(module)]
         repeated = []
         for name, item in public_items(module):
@@ -159,7 +178,7 @@ def render():
                 repeated.append(f"- `{name}`: as `{written[item.path]}`")
                 continue
             written[item.path] = f"{path}.{name}"
-            blocks += blocks_of(item, name, 3)
+            blocks += blocks_of(item, name, 3, exported)
         if repeated:
             blocks.append("\n".join(repeated))
     return "\n\n".join(blocks) + "\n"
