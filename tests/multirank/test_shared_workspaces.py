@@ -31,7 +31,7 @@ from tests.rounds import Played, Round, check, check_all, create, play_round, ra
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 8, 40)
-SLACK = 8 * 2**20  # bytes that a process takes besides; a large segment is four times that
+SLACK = 8 * 2**20  # bytes that a process takes besides; five more segments are 80 MiB and more
 ROUNDS = [random_round(PARAMS, (5, 0, 8), seed) for seed in range(6)]
 with_memory = on_each(having="workspace")
 # Where what a round receives lies in the memory.
