@@ -81,10 +81,6 @@ class TorchDistAlltoAll(MoEEpCommunication):
             self._transport, self._owners, self.ep_size, params.invalid_expert_id
         )
         self._input_error: str | None = None
-        # Here and not as decorators: disable() imports dynamo, which would make the import of the
-        # package a second longer.
-        for name in ("_dispatch", "_combine"):
-            setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
     def _dispatch(
         self,
