@@ -19,14 +19,12 @@ from moe_ep import (
     MoEEpCommParams,
     MoEEpCommunication,
     MoEEpLayer,
-    MoEEpStateError,
     SplitConfig,
     create_communication,
 )
 from tests.backends import ALL
 from tests.compile.graph_memory import WatchedGraphs
 from tests.conftest import RunOnRanks
-from tests.problems import expect, problem_of
 from tests.ranks import RankContext
 from tests.rounds.layers import random_inputs, random_state, small_integers
 
@@ -273,13 +271,3 @@ def whole_layer(context: RankContext) -> int:
 def test_a_layer_with_grouped_products_trains_in_one_graph(ranks: RunOnRanks) -> None:
     """And one more for any number of tokens."""
     assert ranks(2, whole_layer, seconds=110) == [2, 2]
-
-
-def test_a_graph_that_outlives_its_communication_says_so() -> None:
-    from moe_ep import round_ops
-
-    ids = torch.zeros(2, 2, dtype=torch.int64)
-    what = (torch.zeros(2, 16), torch.zeros(0), ids, None, 10**9, 1, 2, 8, False, False, False)
-    problem = problem_of(torch.ops.moe_ep.round_combine, *what)
-    expect(problem, MoEEpStateError, ["has outlived the communication"])
-    assert 10**9 not in round_ops._COMMUNICATIONS
