@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ep import autograd, backward_round, checks, compiled_round
+from moe_ep import autograd, backward_round, checks, compiled_round, graph_names
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
@@ -33,7 +33,6 @@ from moe_ep.errors import (
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.life_cycle import LifeCycle
 from moe_ep.params import MoEEpCommParams, expert_partition
-from moe_ep.round_ops import number_of
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE
 
 Result = TypeVar("Result")
@@ -117,7 +116,7 @@ class MoEEpCommunication(LifeCycle):
         # Of unquantised rows. A backend whose combine has no room for them clears it.
         self._has_gradients: bool = self._row_format.value_dtypes == (params.token_dtype,)
         self._recorded: backward_round.RoutedRound | None = None
-        self._number: Final = number_of(self)
+        self._graph_name: Final = graph_names.name(self)
         self._traced: compiled_round.TracedRound | None = None
 
     # ---------------------------------------------------------------- what users call
@@ -369,15 +368,11 @@ class MoEEpCommunication(LifeCycle):
         eplb_local_stats: Tensor | None,
         active_rank_mask: Tensor | None = None,
     ) -> MoEEpDispatchResult:
-        hook: Callable[..., MoEEpDispatchResult] = self._dispatch
         self._traced = None
         traced = compiled_round.is_wanted(self)
-        if traced:
-            hook = partial(compiled_round.dispatch, self)
-            compiled_round.leave_backward(self)
-        else:
+        if not traced:
             self._close_left_open()
-        self._require(IDLE, "dispatch")
+            self._require(IDLE, "dispatch")
         with self._without_gradients(traced):
             tokens_per_rank = checks.check_dispatch(
                 self.params,
@@ -393,8 +388,12 @@ class MoEEpCommunication(LifeCycle):
                 runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
                 eplb_local_stats=eplb_local_stats,
             )
-        result = self._attempt(
-            hook,
+        run: Callable[..., MoEEpDispatchResult] = partial(
+            self._attempt, self._dispatch, before=IDLE, after=DISPATCHED
+        )
+        if traced:
+            run = partial(compiled_round.dispatch, self)
+        result = run(
             hidden_states,
             topk_ids,
             topk_weights,
@@ -402,8 +401,6 @@ class MoEEpCommunication(LifeCycle):
             tokens_per_rank=tokens_per_rank,
             eplb_local_stats=eplb_local_stats,
             active_rank_mask=active_rank_mask,
-            before=IDLE,
-            after=DISPATCHED,
         )
         self._num_tokens = hidden_states.shape[0]
         self._tokens_per_rank = tokens_per_rank
@@ -419,7 +416,7 @@ class MoEEpCommunication(LifeCycle):
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         self._require(DISPATCHED, "combine")
-        traced = torch.compiler.is_compiling() and self._traced is not None
+        traced = compiled_round.is_open(self)
         with self._without_gradients(traced):
             checks.check_combine(
                 self.params,
@@ -431,18 +428,17 @@ class MoEEpCommunication(LifeCycle):
                 output=output,
             )
         rows = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
-        hook: Callable[..., Tensor] = self._combine
+        run: Callable[..., Tensor] = partial(
+            self._attempt, self._combine, before=DISPATCHED, after=IDLE
+        )
         if traced:
-            hook = partial(compiled_round.combine, self)
-        combined = self._attempt(
-            hook,
+            run = partial(compiled_round.combine, self)
+        combined = run(
             rows,
             num_tokens=self._num_tokens,
             tokens_per_rank=self._tokens_per_rank,
             output=output,
             active_rank_mask=active_rank_mask,
-            before=DISPATCHED,
-            after=IDLE,
         )
         self._recorded = None
         return combined
@@ -497,5 +493,7 @@ class MoEEpCommunication(LifeCycle):
             del exc, error
 
     def _require(self, state: str, call: str) -> None:
+        if state == DISPATCHED and compiled_round.is_open(self):
+            return  # the op will ask when it runs
         self._require_present(call)
         self._shared.require(state, call, in_round=self._in_round, who=self._who)
