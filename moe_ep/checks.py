@@ -21,7 +21,8 @@ ID_DTYPES = (torch.int32, torch.int64)
 def check_type(name: str, value: object, wanted: type) -> None:
     """Raise TypeError unless `value` is a `wanted`."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}.")
+        name_of_type = "torch.Tensor" if wanted is Tensor else wanted.__name__
+        raise TypeError(f"{name} must be a {name_of_type}, got {type(value).__name__}.")
 
 
 def check_group(
