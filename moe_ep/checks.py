@@ -25,6 +25,13 @@ def check_type(name: str, value: object, wanted: type) -> None:
         raise TypeError(f"{name} must be a {name_of_type}, got {type(value).__name__}.")
 
 
+def check_dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
+    """Raise TypeError unless a tensor's dtype is one of those allowed."""
+    if value.dtype not in allowed:
+        wanted = " or ".join(str(dtype) for dtype in allowed)
+        raise TypeError(f"{name} must be {wanted}, got {value.dtype}. {hint}".rstrip())
+
+
 def check_group(
     config_type: type[CommunicationConfig], bootstrap: BootstrapConfig, config: CommunicationConfig
 ) -> None:
@@ -66,12 +73,12 @@ def check_dispatch(
     _check_row(params, row, extra_payload_bytes_per_token, hidden_states)
 
     _check_tensor("topk_ids", topk_ids, 2, device)
-    _check_dtype("topk_ids", topk_ids, ID_DTYPES)
+    check_dtype("topk_ids", topk_ids, ID_DTYPES)
     _check_shape("topk_ids", topk_ids, (num_tokens, params.top_k), "[n, top_k]")
 
     if topk_weights is not None:
         _check_tensor("topk_weights", topk_weights, 2, device)
-        _check_dtype("topk_weights", topk_weights, (torch.float32,), "Convert with .float().")
+        check_dtype("topk_weights", topk_weights, (torch.float32,), "Convert with .float().")
         _check_shape("topk_weights", topk_weights, (num_tokens, params.top_k), "[n, top_k]")
 
     _check_scale(params, row, device, num_tokens, hidden_states_scale)
@@ -102,7 +109,7 @@ def check_combine(
         )
     if output is not None:
         _check_tensor("output", output, 2, device)
-        _check_dtype("output", output, (params.token_dtype,))
+        check_dtype("output", output, (params.token_dtype,))
         _check_shape("output", output, (num_tokens, hidden_size), "[n, hidden_size]")
         _check_no_overlap("output", output)
         _check_writable("output", output)
@@ -152,7 +159,7 @@ def _check_row(
                 f"got {width}."
             )
         return
-    _check_dtype(
+    check_dtype(
         "hidden_states",
         hidden_states,
         row.value_dtypes,
@@ -186,7 +193,7 @@ def _check_scale(
             f"dispatch_format={params.dispatch_format} sends scale rows."
         )
     _check_tensor("hidden_states_scale", scale, 2, device)
-    _check_dtype("hidden_states_scale", scale, row.scale_dtypes)
+    check_dtype("hidden_states_scale", scale, row.scale_dtypes)
     _check_shape("hidden_states_scale", scale, wanted, "[n, scale_row]")
 
 
@@ -199,7 +206,7 @@ def _check_eplb_stats(num_stats: int, device: torch.device, stats: Tensor | None
             "eplb_stats_num_experts=0."
         )
     _check_tensor("eplb_local_stats", stats, 1, device)
-    _check_dtype("eplb_local_stats", stats, (torch.int32,))
+    check_dtype("eplb_local_stats", stats, (torch.int32,))
     _check_shape("eplb_local_stats", stats, (num_stats,), "[eplb_stats_num_experts]")
 
 
@@ -222,14 +229,6 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
             "low-precision combine, and none for `output`: call it under torch.no_grad(), or pass "
             f"{name}.detach()."
         )
-
-
-def _check_dtype(
-    name: str, value: Tensor, allowed: tuple[torch.dtype, ...], hint: str = ""
-) -> None:
-    if value.dtype not in allowed:
-        wanted = " or ".join(str(dtype) for dtype in allowed)
-        raise TypeError(f"{name} must be {wanted}, got {value.dtype}. {hint}".rstrip())
 
 
 def _check_shape(name: str, value: Tensor, wanted: tuple[int, ...], meaning: str) -> None:
