@@ -21,8 +21,8 @@ ID_DTYPES = (torch.int32, torch.int64)
 def check_type(name: str, value: object, wanted: type) -> None:
     """Raise TypeError unless `value` is a `wanted`."""
     if not isinstance(value, wanted):
-        name_of_type = "torch.Tensor" if wanted is Tensor else wanted.__name__
-        raise TypeError(f"{name} must be a {name_of_type}, got {type(value).__name__}.")
+        package = "torch." if wanted.__module__ == "torch" else ""
+        raise TypeError(f"{name} must be a {package}{wanted.__name__}, got {type(value).__name__}.")
 
 
 def check_dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
