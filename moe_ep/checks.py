@@ -14,6 +14,7 @@ from moe_ep.config import CommunicationConfig, require_int_in_range
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.limits import MAX_EP_SIZE
 from moe_ep.params import MoEEpCommParams, RowFormat
+from moe_ep.plain_tensors import check_plain
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -213,6 +214,7 @@ def _check_eplb_stats(num_stats: int, device: torch.device, stats: Tensor | None
 def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
+    check_plain(name, value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be dense (torch.strided), got {value.layout}.")
     if dim is not None and value.dim() != dim:
@@ -221,8 +223,6 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
         raise MoEEpConfigError(
             f"{name} must be on {device}, the communication's device, got {value.device}."
         )
-    if not torch.compiler.is_compiling() and value.is_neg():
-        raise TypeError(f"{name} must hold its values, got a negated view: pass resolve_neg().")
     if value.requires_grad and torch.is_grad_enabled():
         raise MoEEpConfigError(
             f"{name} requires grad, but there are no gradients with quantised rows or a "
