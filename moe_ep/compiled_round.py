@@ -7,7 +7,9 @@ The ops are registered as ordered effects: the compiler neither drops, merges no
 backward either.
 
 Backends with ops of their own for compiled graphs use those without gradients, and these with
-gradients. Only the states of a round are traced: the ops go through them again when they run.
+gradients and in exported programs, which would take a copy of the workspace along. No state of the
+communication is traced: the ops go through all of them when they run. (torch.export runs this code
+and may be left in the middle, by an exception of the user's.)
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from torch import Tensor
 import moe_ep.round_ops  # noqa: F401  (registers the ops)
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
-from moe_ep.workspaces import IDLE, IN_BACKWARD
 
 if TYPE_CHECKING:
     from moe_ep.communication import MoEEpCommunication
@@ -42,13 +43,13 @@ def is_wanted(communication: MoEEpCommunication) -> bool:
     if not torch.compiler.is_compiling():
         return False
     needs_gradients = torch.is_grad_enabled() and communication._has_gradients
-    return needs_gradients or not communication._has_graph_ops
+    exports = torch.compiler.is_exporting()
+    return needs_gradients or exports or not communication._has_graph_ops
 
 
-def leave_backward(communication: MoEEpCommunication) -> None:
-    """Trace as if a round that a backward has left open were closed: the op will close it."""
-    if communication._shared.state == IN_BACKWARD:
-        communication._shared.state = IDLE
+def is_open(communication: MoEEpCommunication) -> bool:
+    """Whether a dispatch has been traced through the ops here, and its combine not yet."""
+    return torch.compiler.is_compiling() and communication._traced is not None
 
 
 def dispatch(
@@ -62,7 +63,7 @@ def dispatch(
     eplb_local_stats: Tensor | None,
     active_rank_mask: Tensor | None,
 ) -> MoEEpDispatchResult:
-    """Trace a dispatch, as the hook of a backend. It has been checked."""
+    """Trace a dispatch. Its arguments have been checked."""
     has_weights = topk_weights is not None
     records = torch.is_grad_enabled() and communication._has_gradients
     rows_need_grad = records and hidden_states.requires_grad
@@ -74,7 +75,7 @@ def dispatch(
         hidden_states_scale,
         eplb_local_stats,
         active_rank_mask,
-        communication._number,
+        communication._graph_name,
         communication.ep_size,
         tokens_per_rank,
         rows_need_grad,
@@ -103,7 +104,7 @@ def combine(
     output: Tensor | None,
     active_rank_mask: Tensor | None,
 ) -> Tensor:
-    """Trace a combine, as the hook of a backend."""
+    """Trace a combine. Its arguments have been checked."""
     traced = communication._traced
     communication._traced = None
     assert traced is not None
@@ -112,7 +113,7 @@ def combine(
         traced.link,
         traced.topk_ids,
         active_rank_mask,
-        communication._number,
+        communication._graph_name,
         communication.ep_size,
         num_tokens,
         tokens_per_rank,

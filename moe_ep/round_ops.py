@@ -1,15 +1,13 @@
 """The ops behind `moe_ep.compiled_round`: rounds without a workspace in their schemas, and their
 autograd formulas.
 
-Their communication is given by its number; `link` orders them for autograd: where dispatch has a
+Their communication is given by its name; `link` orders them for autograd: where dispatch has a
 node, combine has one. They are registered as ordered effects.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,33 +22,9 @@ from moe_ep.backward_round import (
     weight_columns_per_round,
 )
 from moe_ep.dispatch_result import copy_of
-from moe_ep.errors import MoEEpStateError
+from moe_ep.errors import MoEEpConfigError
+from moe_ep.graph_names import find
 from moe_ep.inductor_order import teach_inductor
-
-if TYPE_CHECKING:
-    from moe_ep.communication import MoEEpCommunication
-
-_numbers = itertools.count()
-# Ops take numbers and tensors, no objects: a graph finds a communication by its number.
-_COMMUNICATIONS: WeakValueDictionary[int, MoEEpCommunication] = WeakValueDictionary()
-
-
-def number_of(communication: MoEEpCommunication) -> int:
-    """Give a new communication the number by which graphs find it."""
-    number = next(_numbers)
-    _COMMUNICATIONS[number] = communication
-    return number
-
-
-def _find(number: int) -> MoEEpCommunication:
-    communication = _COMMUNICATIONS.get(number)
-    if communication is None:
-        raise MoEEpStateError(
-            "a compiled graph has outlived the communication that it was made with: keep it as "
-            "long as the graph, or compile again."
-        )
-    return communication
-
 
 # ---------------------------------------------------------------- forward
 
@@ -63,13 +37,13 @@ def _round_dispatch(
     hidden_states_scale: Tensor | None,
     eplb_local_stats: Tensor | None,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     ep_size: int,
     tokens_per_rank: int,
     rows_need_grad: bool,
     weights_need_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    communication = _find(number)
+    communication = find(name)
     if rows_need_grad or weights_need_grad:
         require_usual_stream(communication)
     if weights_need_grad:
@@ -106,7 +80,7 @@ def _(
     hidden_states_scale: Tensor | None,
     eplb_local_stats: Tensor | None,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     ep_size: int,
     tokens_per_rank: int,
     rows_need_grad: bool,
@@ -140,7 +114,7 @@ def _round_combine(
     link: Tensor,
     topk_ids: Tensor,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     ep_size: int,
     num_tokens: int,
     tokens_per_rank: int,
@@ -148,7 +122,7 @@ def _round_combine(
     rows_need_grad: bool,
     weights_need_grad: bool,
 ) -> Tensor:
-    communication = _find(number)
+    communication = find(name)
     with torch.no_grad():
         return communication._run_combine(
             expert_output, output=None, active_rank_mask=active_rank_mask
@@ -161,7 +135,7 @@ def _(
     link: Tensor,
     topk_ids: Tensor,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     ep_size: int,
     num_tokens: int,
     tokens_per_rank: int,
@@ -180,14 +154,14 @@ def _round_combine_backward(
     grad_output: Tensor,
     topk_ids: Tensor,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     ep_size: int,
     tokens_per_rank: int,
     has_weights: bool,
     rows_need_grad: bool,
     weights_need_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    communication, num_tokens = _find(number), topk_ids.shape[0]
+    communication, num_tokens = find(name), topk_ids.shape[0]
     flags = (has_weights, rows_need_grad, weights_need_grad)
     one = ForwardRound(communication, num_tokens, tokens_per_rank, *flags)
     with torch.no_grad():
@@ -200,7 +174,7 @@ def _(
     grad_output: Tensor,
     topk_ids: Tensor,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     ep_size: int,
     tokens_per_rank: int,
     has_weights: bool,
@@ -218,7 +192,7 @@ def _round_dispatch_backward(
     grad_link: Tensor | None,
     topk_ids: Tensor,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     tokens_per_rank: int,
     hidden_size: int,
     dtype: torch.dtype,
@@ -226,7 +200,7 @@ def _round_dispatch_backward(
     rows_need_grad: bool,
     weights_need_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    communication, num_tokens = _find(number), topk_ids.shape[0]
+    communication, num_tokens = find(name), topk_ids.shape[0]
     flags = (has_weights, rows_need_grad, weights_need_grad)
     one = ForwardRound(communication, num_tokens, tokens_per_rank, *flags)
     routed = RoutedRound(one, topk_ids, active_rank_mask)
@@ -248,7 +222,7 @@ def _(
     grad_link: Tensor | None,
     topk_ids: Tensor,
     active_rank_mask: Tensor | None,
-    number: int,
+    name: str,
     tokens_per_rank: int,
     hidden_size: int,
     dtype: torch.dtype,
@@ -266,11 +240,16 @@ def _(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden_states, topk_weights, topk_ids, _, _, mask, number, _, tokens_per_rank, *needs = inputs
+    hidden_states, topk_weights, topk_ids, _, _, mask, name, _, tokens_per_rank, *needs = inputs
+    if any(wants and not has for wants, has in zip(ctx.needs_input_grad[:2], needs, strict=True)):
+        raise MoEEpConfigError(
+            "hidden_states or topk_weights requires grad, but the graph was exported with inputs "
+            "that do not: export it with such inputs, or call it under torch.no_grad()."
+        )
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(topk_ids, mask)
     ctx.needs = (topk_weights is not None, *needs)
-    ctx.where = (number, tokens_per_rank, hidden_states.shape[1], hidden_states.dtype)
+    ctx.where = (name, tokens_per_rank, hidden_states.shape[1], hidden_states.dtype)
 
 
 def _backward_of_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -284,9 +263,9 @@ def _backward_of_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | Non
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, topk_ids, mask, number, ep_size, _, tokens_per_rank, *flags = inputs
+    _, _, topk_ids, mask, name, ep_size, _, tokens_per_rank, *flags = inputs
     ctx.save_for_backward(topk_ids, mask)
-    ctx.where = (number, ep_size, tokens_per_rank)
+    ctx.where = (name, ep_size, tokens_per_rank)
     ctx.flags = flags
 
 

@@ -1,6 +1,6 @@
 // What a rank that waits long may see of its peers: a round that they have begun with another mask,
-// a wait that they have given up, the end of their process. All of it is in the control block of
-// the peer, which is read only, and only now and then.
+// a wait that they have given up, that they have left, the end of their process. All of it is in
+// the control block of the peer, which is read only, and only now and then.
 #pragma once
 
 #include <atomic>
@@ -68,6 +68,9 @@ inline bool intrudes(ControlBlock& masked, int32_t own_rank) {
          load_acquire(&masked.timeout.recorded) == 0 && !has_ended(masked.process);
 }
 
+// Tells peers that wait for this rank, or will, that it comes to no further round.
+inline void leave(ControlBlock& control) { store_release(&control.has_left, 1); }
+
 // What headers carry of a mask. Up to 32 ranks it is the mask.
 inline uint32_t signature_of(const RankMask& mask) {
   uint64_t hash = 0;
@@ -83,6 +86,9 @@ inline std::optional<Obstacle> obstacle_of(ControlBlock& peer, int32_t peer_rank
                                            int32_t own_rank) {
   if (load_acquire(&peer.timeout.recorded) != 0) {
     return Obstacle{Missed::kPeerGaveUp, peer.timeout.first_missed, peer.timeout.first_why};
+  }
+  if (load_acquire(&peer.has_left) != 0) {
+    return Obstacle{Missed::kDestroyed, peer_rank, Missed::kDestroyed};
   }
   if (has_ended(peer.process)) {
     return Obstacle{Missed::kProcessEnded, peer_rank, Missed::kProcessEnded};

@@ -20,7 +20,8 @@ class CakeAlltoAll(OneSidedAlltoAll):
     construction, none per round.
 
     Objects of the same group share one workspace and take turns, a round each, if the sizes of
-    their rows and rounds, `enable_rank_mask`, the device and the bootstrap's stream are the same.
+    their rows and rounds, or the `arena` that they name, and `enable_rank_mask`, the device and the
+    bootstrap's stream are the same.
     The group is that of comm_backend, else the process group (that given or the default one), else
     this process alone. What the device records about one object's round may be raised by another's
     call, and a failure that breaks one breaks all. Rounds on different streams must be ordered as

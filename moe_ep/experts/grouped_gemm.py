@@ -89,9 +89,10 @@ class GroupedGemm(SplitKernel):
 
     Products are torch.nn.functional.grouped_mm on every device. On CUDA it is one kernel in
     bfloat16; for float16 and float32 torch takes the products one after the other and waits for the
-    device. Each product, the activation and the sum over a row's picks are rounded to the token
-    dtype; that sum is in float32 and in the order of the picks. Differentiable in the rows, their
-    weights and the parameters; an expert without a row has gradients of zero.
+    device, and float32 it neither compiles nor exports. Each product, the activation and the sum
+    over a row's picks are rounded to the token dtype; that sum is in float32 and in the order of
+    the picks. Differentiable in the rows, their weights and the parameters; an expert without a row
+    has gradients of zero.
     """
 
     config_type = GroupedGemmConfig

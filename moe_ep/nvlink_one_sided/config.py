@@ -9,7 +9,6 @@ from moe_ep._native import MAX_PACKET_TOKENS
 from moe_ep.config import require_int_in_range
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.one_sided.config import OneSidedConfig, PacketSteps, require_bool_or_none
-from moe_ep.params import MoEEpCommParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,12 @@ class NVLinkOneSidedConfig(OneSidedConfig):
                 "lamport_max_tokens out, or set lamport to None or True."
             )
 
-    def _packet_steps(self, params: MoEEpCommParams, ep_size: int) -> PacketSteps:
+    def _packet_steps(self, ep_size: int, top_k: int, max_tokens_per_rank: int) -> PacketSteps:
         """Return those that go over the Lamport transport."""
         if self.lamport is False:
             return PacketSteps(0)
         limit = self.lamport_max_tokens
         if self.lamport is None and limit is None:
-            return super()._packet_steps(params, ep_size)
-        max_tokens = min(MAX_PACKET_TOKENS if limit is None else limit, params.max_tokens_per_rank)
+            return super()._packet_steps(ep_size, top_k, max_tokens_per_rank)
+        max_tokens = min(MAX_PACKET_TOKENS if limit is None else limit, max_tokens_per_rank)
         return PacketSteps(max_tokens, always=self.lamport is True)

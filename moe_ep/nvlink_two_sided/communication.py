@@ -34,8 +34,8 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
     ordinary tensors of the round, which stay valid as long as they are kept. It takes no
     `active_rank_mask`: a round needs all ranks.
 
-    Objects of the same group, sizes, device and stream share one workspace and take turns, as those
-    of CakeAlltoAll do.
+    Objects of the same group, sizes or `arena`, device and stream share one workspace and take
+    turns, as those of CakeAlltoAll do.
     """
 
     config_type = NVLinkTwoSidedConfig

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from moe_ep import _native
 from moe_ep.config import CommunicationConfig, require_int_in_range
-from moe_ep.params import MoEEpCommParams
 
 _MAX_EXTRA_BYTES = 1 << 20
 
@@ -44,10 +43,9 @@ class OneSidedConfig(CommunicationConfig):
                 raise TypeError(f"{name} must be a bool, got {value!r}.")
         require_bool_or_none("enable_pdl", self.enable_pdl)
 
-    def _packet_steps(self, params: MoEEpCommParams, ep_size: int) -> PacketSteps:
+    def _packet_steps(self, ep_size: int, top_k: int, max_tokens_per_rank: int) -> PacketSteps:
         """Return those for which packets were measured to be faster."""
-        sizes = (ep_size, params.top_k, params.max_tokens_per_rank)
-        return PacketSteps(_native.low_latency_tokens(*sizes))
+        return PacketSteps(_native.low_latency_tokens(ep_size, top_k, max_tokens_per_rank))
 
 
 def require_bool_or_none(name: str, value: object) -> None:

@@ -23,7 +23,8 @@ def geometry_of(
     *,
     spans_gpus: bool = True,
 ) -> Geometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+    """Return what sizes the workspace of a communication, with room for every layer of its arena;
+    `.segment_bytes` is the size per rank.
 
     spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
         ordered within one GPU only. The size does not depend on it.
@@ -31,20 +32,24 @@ def geometry_of(
     Raises MoEEpConfigError where a size is past its limit.
     """
     on_cuda = device.type == "cuda"
-    packets = config._packet_steps(params, ep_size)
+    layers = config.layers_with(params)
+    top_k = max(layer.top_k for layer in layers)
+    max_tokens_per_rank = max(layer.max_tokens_per_rank for layer in layers)
+    packets = config._packet_steps(ep_size, top_k, max_tokens_per_rank)
     try:
         return Geometry(
             ep_size=ep_size,
             num_experts=params.num_experts,
             top_k=params.top_k,
-            max_tokens_per_rank=params.max_tokens_per_rank,
-            dispatch_bytes_per_token=params.dispatch_bytes_per_token
+            max_tokens_per_rank=max_tokens_per_rank,
+            dispatch_bytes_per_token=max(layer.dispatch_bytes_per_token for layer in layers)
             + config.extra_payload_bytes_per_token,
-            combine_bytes_per_token=_combine_bytes_per_token(params, config),
+            combine_bytes_per_token=max(_combine_bytes(layer, config) for layer in layers),
             eplb_stats_num_experts=config.eplb_stats_num_experts,
             low_latency_tokens=packets.max_tokens if on_cuda else 0,
             spans_gpus=int(spans_gpus),
             prefers_packets=int(packets.always and on_cuda),
+            max_top_k=top_k,
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None
@@ -70,7 +75,7 @@ def join_workspace(
     )
 
 
-def _combine_bytes_per_token(params: MoEEpCommParams, config: OneSidedConfig) -> int:
+def _combine_bytes(params: MoEEpCommParams, config: OneSidedConfig) -> int:
     """Return the bytes of an expert's row as it travels."""
     if not config.use_low_precision_combine:
         return params.combine_bytes_per_token

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpDispatchResult, create_communication
 from moe_ep.cake import kernels
 from tests.backends import ALL, one_sided_names
+from tests.compile.graph_memory import WatchedGraphs
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 
@@ -68,7 +69,7 @@ def valid_rows(result: MoEEpDispatchResult) -> Tensor:
 
 PATTERNS: dict[str, Callable[[MoEEpCommunication], Layer]] = {
     "elementwise x1": lambda comm: chain(comm, elementwise, 1),
-    "elementwise x3": lambda comm: chain(comm, elementwise, 3),
+    "elementwise x4": lambda comm: chain(comm, elementwise, 4),
     "matmul x1": lambda comm: chain(comm, matmul, 1),
     "matmul x2": lambda comm: chain(comm, matmul, 2),
     "rows kept": lambda comm: late(comm, lambda r: (valid_rows(r) * 3)[:1]),
@@ -131,7 +132,7 @@ def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks, backend
 def test_a_layer_whose_rows_travel_in_low_precision_compiles(
     ranks: RunOnRanks, backend: str
 ) -> None:
-    how = {"backend": backend, "pattern": "elementwise x3", "tokens": [5]}
+    how = {"backend": backend, "pattern": "elementwise x4", "tokens": [5]}
     how["use_low_precision_combine"] = True
     assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
 
@@ -150,14 +151,16 @@ def a_clone_of_the_workspace(context: RankContext, backend: str) -> str:
 
 
 def compiled_without_inductor(context: RankContext, backend: str) -> str:
-    """aot_eager clones what an op mutates; the clone must be readable, and be refused."""
+    """AOTAutograd clones what an op mutates; the clone must be readable, and be refused."""
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
     torch._dynamo.reset()
     with create_communication(context.bootstrap(), params, backend, timeout_sec=100) as comm:
         model = chain(comm, elementwise, 1)
+        graphs = WatchedGraphs([comm])
         try:
-            torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs(context.rank, 4))
+            torch.compile(model, fullgraph=True, backend=graphs.backend)(*inputs(context.rank, 4))
         except RuntimeError as exc:
+            assert graphs.parts > 0  # it was seen to be in the graph
             return str(exc)
         return "accepted"
 

@@ -140,20 +140,20 @@ ROUND = Stateless(
 def round_arguments(phase: str) -> tuple[Any, ...]:
     ids = torch.tensor([[0, 5], [-1, 2], [-1, -1]])
     rows = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    number, flags = ROUND._number, (True, True, True)
+    name, flags = ROUND._graph_name, (True, True, True)
     if phase == "dispatch":
         # Without gradients: the check would give `link` one that no combine has given.
         weights = torch.rand(TOKENS, TOP_K)
-        return rows.detach(), weights, ids, None, None, None, number, 1, CAPACITY, True, True
+        return rows.detach(), weights, ids, None, None, None, name, 1, CAPACITY, True, True
     ROUND.dispatch(rows.detach(), ids)
     if phase == "combine":
         made, link = torch.randn(CAPACITY, HIDDEN, requires_grad=True), torch.empty(0)
-        return made, link, ids, None, number, 1, TOKENS, CAPACITY, *flags
+        return made, link, ids, None, name, 1, TOKENS, CAPACITY, *flags
     ROUND.combine(torch.zeros(CAPACITY, HIDDEN))
     if phase == "combine_backward":
-        return rows.detach(), ids, None, number, 1, CAPACITY, *flags
+        return rows.detach(), ids, None, name, 1, CAPACITY, *flags
     grads = (torch.randn(CAPACITY, HIDDEN), torch.randn(CAPACITY, TOP_K), None)
-    return *grads, ids, None, number, CAPACITY, HIDDEN, torch.float32, *flags
+    return *grads, ids, None, name, CAPACITY, HIDDEN, torch.float32, *flags
 
 
 ONE_SIDED_CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -194,6 +194,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.tensor([1, 3], dtype=torch.int32),
         -1,
     ),
+    "leave": lambda: (workspace(), 0),
     "active_rank_mask": lambda: ([0, 65], 70),
     "round_dispatch": lambda: round_arguments("dispatch"),
     "round_combine": lambda: round_arguments("combine"),

@@ -117,6 +117,48 @@ def test_graphs_of_different_capacity_may_be_replayed_in_turn(
     )
 
 
+def replay_layers_in_turn(
+    context: RankContext, backend: str, layers: tuple[MoEEpCommParams, ...], capacities: list[int]
+) -> None:
+    """Body: graphs of layers of one arena, of each capacity, replayed in turn."""
+    size, rounds = context.size, 50 * len(layers)
+    communications = [create(context, params, backend, arena=layers) for params in layers]
+    device = communications[0].device
+    captured = {
+        (index, capacity): CapturedRound(communication, capacity, capacity)
+        for index, communication in enumerate(communications)
+        for capacity in capacities
+    }
+    verdicts = [Verdict(params, size, context.rank, rounds, device) for params in layers]
+    for index in range(rounds):
+        layer = index * 2 % len(layers)
+        capacity = capacities[index // 3 % len(capacities)]
+        valid = [(index * 3 + source) % (capacity + 1) for source in range(size)]
+        sent = sent_by_all(communications[layer], 1 + index, [capacity] * size, valid)
+        captured[layer, capacity].replay(verdicts[layer], index, sent)
+    for communication, verdict in zip(communications, verdicts, strict=True):
+        communication.check()
+        verdict.require()
+    for communication in communications:
+        communication.destroy()
+
+
+@on_shared_gpus
+@sizes
+def test_graphs_of_different_layers_of_an_arena_may_be_replayed_in_turn(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    ranks(
+        size,
+        replay_layers_in_turn,
+        device=device,
+        backend=backend.name,
+        layers=(PARAMS, MoEEpCommParams(10, 8, 160, 256), MoEEpCommParams(7, 2, 40, 4096)),
+        capacities=[8, 3, 40],
+        seconds=60,
+    )
+
+
 def replay_far_ahead(context: RankContext, backend: str, replays: int) -> Tensor:
     """Body: the host queues all replays at once; return how often which round's sums came."""
     with create(context, PARAMS, backend) as communication:

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/geometry_check.h"
 #include "core/workspace_layout.h"
 #include "one_sided/cpu.h"
 #include "one_sided/segment.h"
@@ -172,8 +173,8 @@ class Rank : Player {
 
 int main(int argc, char** argv) {
   const Arguments arguments(argc, argv);
-  const Geometry geometry{arguments.ranks, kNumExperts, kTopK, kCapacity,
-                          kRowBytes,       kRowBytes,   0,     0};
+  const Geometry geometry = valid_geometry(arguments.ranks, kNumExperts, kTopK, kCapacity,
+                                           kRowBytes, kRowBytes, 0, 0, 0, 0, 0);
   const uint64_t segment_bytes = WorkspaceLayout::of(geometry).segment_bytes;
   return arguments.verdict(play<Rank>(arguments, geometry, segment_bytes));
 }

@@ -24,7 +24,7 @@ def geometry(
 
 
 def prefers_packets(one: Geometry) -> bool:
-    return bool(one.fields()[-1])
+    return bool(one.prefers_packets)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 64])

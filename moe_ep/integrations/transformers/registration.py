@@ -112,14 +112,19 @@ def register(
     require_int_in_range("max_tokens_per_rank", max_tokens_per_rank, 1, _INT32_MAX)
     communications = SharedCommunications(backend, max_tokens_per_rank, options)
     how = {"same_tokens_on_all_ranks": same_tokens_on_all_ranks}
-    has_registry = importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
-    if has_registry:
+    registry = has_registry()
+    if registry:
         from moe_ep.integrations.transformers.ep_implementation import add_implementation
 
         add_implementation(name, communications, **how)
     else:
         add_experts_function(name, communications, **how)
-    return ExpertParallelism(name, has_registry, communications)
+    return ExpertParallelism(name, registry, communications)
+
+
+def has_registry() -> bool:
+    """Whether the installed transformers has a registry of expert-parallel implementations."""
+    return importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
 
 
 def _layout_of_experts_alone(
