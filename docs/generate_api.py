@@ -9,6 +9,7 @@ python docs/generate_api.py --check    stop if docs/api.md differs from what wou
 import inspect
 import re
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import griffe
@@ -100,9 +101,10 @@ def class_code(cls, name):
 
 def members_of(cls, public):
     """The members of a class that are written with it: its own, and those that it has from classes
-    that are not written themselves.
+    that are not written themselves, up to the first that is.
     """
-    for each in (cls, *(base for base in cls.mro() if base.path not in public)):
+    unwritten = takewhile(lambda base: base.path not in public, cls.mro())
+    for each in (cls, *unwritten):
         for name, member in each.members.items():
             is_own = each is cls or name not in cls.members
             if is_own and not name.startswith("_") and not member.is_alias and member.docstring:
