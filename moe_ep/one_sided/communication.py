@@ -1,8 +1,10 @@
-"""How do the backends on the one-sided transport fill the contract? All alike."""
+"""How do the one-sided backends fill the contract? All alike: a workspace in shared memory, and two
+ops a round.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,12 +15,15 @@ from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
+from moe_ep.errors import MoEEpConfigError
+from moe_ep.one_sided import received
 from moe_ep.one_sided.config import OneSidedConfig
-from moe_ep.one_sided.exchange import OneSidedExchange
 from moe_ep.one_sided.kernels import OneSidedKernels
 from moe_ep.one_sided.workspace import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
 from moe_ep.sharing import memory_kind
+from moe_ep.streams import refuse_foreign_capture
+from moe_ep.tensors import dense_rows, fill_with_sums
 
 
 class OneSidedAlltoAll(MoEEpCommunication):
@@ -73,11 +78,16 @@ class OneSidedAlltoAll(MoEEpCommunication):
         self._has_gradients &= not config.use_low_precision_combine
         spans_gpus = shared_gpus.are_several(self._gpu_shares)
         layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
+        self._ops = self._kernels.ops
+        self._layout = layout
+        self._geometry: list[int] = layout.fields()
+        self._timeout_sec = config.timeout_sec
+        self._enable_pdl = config.enable_pdl is not False
+        self._low_precision = config.use_low_precision_combine
+        self._rank_mask_words = _native.rank_mask_words(self.ep_size)
         with self._on_stream():
             self._enter(join_workspace(self._kernels, bootstrap, self._comm, config, layout))
-        self._exchange = OneSidedExchange(
-            self._kernels.ops, bootstrap, params, config, layout, self._shared.tensor
-        )
+        self._workspace: Tensor = self._shared.tensor
 
     def dispatch(
         self,
@@ -101,7 +111,7 @@ class OneSidedAlltoAll(MoEEpCommunication):
             combine: nobody waits until it has read what it still needs. To have it back, call
             `reinitialize` on it and on the others, before its bit is set again.
         """
-        self._exchange.check_call("dispatch", active_rank_mask)
+        self._check_call("dispatch", active_rank_mask)
         return self._run_dispatch(
             hidden_states,
             topk_ids,
@@ -123,26 +133,122 @@ class OneSidedAlltoAll(MoEEpCommunication):
 
         active_rank_mask: the mask that dispatch got.
         """
-        self._exchange.check_call("combine", active_rank_mask)
+        self._check_call("combine", active_rank_mask)
         return self._run_combine(expert_output, output=output, active_rank_mask=active_rank_mask)
+
+    def _check_call(self, call: str, active_rank_mask: Tensor | None) -> None:
+        """Check what the host can see of a call besides its other arguments, before anything else.
+
+        call: dispatch or combine, for messages.
+        """
+        self._check_rank_mask(active_rank_mask)
+        refuse_foreign_capture(call, self._bootstrap)
+
+    def _check_rank_mask(self, mask: Tensor | None) -> None:
+        """Check what the host can see of a mask; the op checks its bits."""
+        if mask is None:
+            return
+        check_type("active_rank_mask", mask, Tensor)
+        if not self._rank_mask_enabled:
+            raise MoEEpConfigError(
+                "active_rank_mask needs a communication created with enable_rank_mask=True."
+            )
+        if mask.dtype != torch.uint64:
+            raise TypeError(f"active_rank_mask must be torch.uint64, got {mask.dtype}.")
+        if tuple(mask.shape) != (self._rank_mask_words,):
+            raise MoEEpConfigError(
+                f"active_rank_mask must have shape [{self._rank_mask_words}] for {self.ep_size} "
+                f"ranks, got {list(mask.shape)}."
+            )
+        if mask.device.type != "cpu" and mask.device != self.device:
+            places = "cpu" if self.device.type == "cpu" else f"cpu or {self.device}"
+            raise MoEEpConfigError(f"active_rank_mask must be on {places}, got {mask.device}.")
 
     def _dispatch(
         self,
         hidden_states: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor | None,
-        **options: Any,
+        *,
+        hidden_states_scale: Tensor | None,
+        tokens_per_rank: int,
+        eplb_local_stats: Tensor | None,
+        active_rank_mask: Tensor | None,
     ) -> MoEEpDispatchResult:
-        return self._exchange.dispatch(hidden_states, topk_ids, topk_weights, **options)
+        payloads = [dense_rows(hidden_states)]
+        if hidden_states_scale is not None:
+            payloads.append(dense_rows(hidden_states_scale))
+        stats, mask = eplb_local_stats, active_rank_mask
+        with self._on_stream():
+            got = received.run_dispatch(
+                self._ops,
+                self._workspace,
+                self._layout,
+                self._geometry,
+                self.ep_rank,
+                topk_ids.contiguous(),
+                None if topk_weights is None else topk_weights.contiguous(),
+                payloads,
+                eplb_local_stats=None if stats is None else stats.contiguous(),
+                active_rank_mask=None if mask is None else mask.contiguous(),
+                invalid_expert_id=self.params.invalid_expert_id,
+                tokens_per_rank=tokens_per_rank,
+                timeout_sec=self._timeout_sec,
+                enable_pdl=self._enable_pdl,
+            )
+        return MoEEpDispatchResult(
+            hidden_states=got.payloads[0],
+            topk_ids=got.topk_ids,
+            topk_weights=got.topk_weights,
+            tokens_per_rank=tokens_per_rank,
+            hidden_states_scale=got.payloads[1] if len(payloads) > 1 else None,
+            eplb_gathered_stats=got.eplb_gathered_stats,
+            recv_token_counts=got.recv_token_counts,
+        )
 
-    def _combine(self, expert_output: Tensor, **options: Any) -> Tensor:
-        return self._exchange.combine(expert_output, **options)
+    def _combine(
+        self,
+        expert_output: Tensor,
+        *,
+        num_tokens: int,
+        tokens_per_rank: int,
+        output: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> Tensor:
+        with self._on_stream():
+            rows = dense_rows(expert_output)
+            mask = None if active_rank_mask is None else active_rank_mask.contiguous()
+            where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
+            if output is not None:
+
+                def combine_into(sums: Tensor) -> None:
+                    how = (self._timeout_sec, sums, self._enable_pdl, self._low_precision)
+                    self._ops.combine_out(*where, tokens_per_rank, *how)
+
+                fill_with_sums(output, combine_into)
+                return output
+            what = (num_tokens, tokens_per_rank, rows.shape[1], rows.dtype)
+            how = (self._timeout_sec, self._enable_pdl, self._low_precision)
+            combined: Tensor = self._ops.combine(*where, *what, *how)
+            return combined
 
     def _check(self) -> None:
-        self._exchange.check()
+        with self._on_stream():
+            self._ops.check(self._workspace, self._geometry, self.ep_rank)
 
     def _combine_input_buffer(self) -> Tensor | None:
-        return self._exchange.combine_input_buffer(self._tokens_per_rank)
+        if self._low_precision:
+            return None  # rows are quantised on their way into the workspace
+        return received.combine_input_buffer(
+            self._workspace,
+            self._layout,
+            self.ep_rank,
+            self._tokens_per_rank,
+            self.params.hidden_size,
+            self.params.token_dtype,
+        )
 
     def _destroy(self) -> None:
-        self._exchange.let_go()
+        # The memory goes with the last object of the workspace, which waits for own rounds only:
+        # peers keep their mappings of it until they destroy.
+        del self._workspace

@@ -56,7 +56,7 @@ def test_without_grad_mode_nothing_is_recorded_or_copied(comm: MoEEpCommunicatio
             assert not tensor.requires_grad
         if comm.backend_name != "torch_dist":
             received = result.hidden_states.untyped_storage().data_ptr()
-            assert received == comm._exchange.workspace.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+            assert received == comm._workspace.untyped_storage().data_ptr()  # type: ignore[attr-defined]
 
 
 def test_in_grad_mode_results_outlive_the_round_and_empty_rows_are_zero(
@@ -187,7 +187,7 @@ def test_library_memory_does_not_join_the_graph() -> None:
         buffer.copy_(needing_grad(received.hidden_states))
         with pytest.raises(MoEEpConfigError, match="the memory of get_combine_input_buffer"):
             comm.combine(buffer)
-        assert not comm._exchange.workspace.requires_grad  # type: ignore[attr-defined]
+        assert not comm._workspace.requires_grad  # type: ignore[attr-defined]
         assert torch.equal(comm.combine(received.hidden_states), ROWS)
 
 

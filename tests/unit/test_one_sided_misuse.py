@@ -78,12 +78,10 @@ class Capture:
         captured: int | None,
     ) -> None:
         self.current, self.captured = current, captured
-        exchange = comm._exchange  # type: ignore[attr-defined]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        elsewhere = replace(exchange._bootstrap, device=torch.device("cuda", 1))
+        elsewhere = replace(comm._bootstrap, device=torch.device("cuda", 1))
         monkeypatch.setattr(comm, "device", elsewhere.torch_device)
-        monkeypatch.setattr(exchange, "_device", elsewhere.torch_device)
-        monkeypatch.setattr(exchange, "_bootstrap", elsewhere)
+        monkeypatch.setattr(comm, "_bootstrap", elsewhere)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda: self.current == self.captured
