@@ -601,6 +601,7 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         self._require(DISPATCHED, "combine")
+        compiled_round.require_traced_dispatch(self, expert_output)
         traced = torch.compiler.is_compiling() and self._traced is not None
         with self._without_gradients(traced):
             checks.check_combine(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moe_ep.round_ops  # noqa: F401  (registers the ops)
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError
+from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.workspaces import IDLE, IN_BACKWARD
 
 if TYPE_CHECKING:
@@ -49,6 +49,17 @@ def leave_backward(communication: MoEEpCommunication) -> None:
     """Trace as if a round that a backward has left open were closed: the op will close it."""
     if communication._shared.state == IN_BACKWARD:
         communication._shared.state = IDLE
+
+
+def require_traced_dispatch(communication: MoEEpCommunication, expert_output: Tensor) -> None:
+    """Raise MoEEpStateError where a combine with gradients is traced, and its dispatch was not."""
+    is_alone = torch.compiler.is_compiling() and communication._traced is None
+    records = torch.is_grad_enabled() and communication._has_gradients
+    if is_alone and records and expert_output.requires_grad:
+        raise MoEEpStateError(
+            "combine of a round with gradients is in a compiled graph, and its dispatch was not: "
+            "compile both or neither."
+        )
 
 
 def dispatch(
