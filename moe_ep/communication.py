@@ -659,7 +659,7 @@ class MoEEpCommunication(abc.ABC):
         try:
             if breaks or not isinstance(error, MoEEpError | TypeError):
                 shared.state = BROKEN
-                shared.broken_by = str(exc if error is None else error)
+                shared.broken_by = _reason(exc if error is None else error)
                 raise exc if error is None else error from None
             # Raised when a call has done its part of the exchange, which closes the round.
             recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
@@ -702,3 +702,9 @@ class MoEEpCommunication(abc.ABC):
                 f"{call} in a process forked from rank {self.ep_rank} (backend "
                 f"{self.backend_name}), whose communication this is: create one of its own."
             )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, MoEEpError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -27,7 +27,7 @@ IN_BACKWARD: Final = "in_backward"
 RELEASED: Final = "released"
 BROKEN: Final = "broken"
 
-_INTERRUPTED = "a call did not finish"
+_INTERRUPTED = "a call did not finish: it was interrupted, or runs in another thread."
 _PREPARE = "checkpoint_prepare"
 _RESTORE = "checkpoint_restore"
 _REINITIALIZE = "reinitialize"
@@ -208,17 +208,17 @@ class Workspace:
         if self.memory is None:
             raise MoEEpStateError(
                 f"{_REINITIALIZE} on a communication that has no memory: destroy it and create it "
-                "again, over a new process group if a wait has expired"
+                "again, over a new process group if a wait has expired."
             )
         if self.state == RELEASED:
             raise MoEEpStateError(
                 f"{_REINITIALIZE} while the memory is released: call {_RESTORE} on all ranks, "
-                "which begins anew as well"
+                "which begins anew as well."
             )
         if self.memory.state != "mapped":
             raise MoEEpStateError(
                 f"{_REINITIALIZE} without memory: {self.remedy}. It broke because: "
-                f"{self.broken_by.rstrip('.')}"
+                f"{self.broken_by}"
             )
 
     def prepare(self, settle: Callable[[], None]) -> None:
