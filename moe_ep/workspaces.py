@@ -148,7 +148,7 @@ class Workspace:
                 "re-create those that share it"
             )
         elif state == IDLE:
-            problem = f"{call} while a round is open: call combine before the next dispatch"
+            problem = f"{call} while a round is open: call combine first, of zeros if need be"
         else:
             problem = f"{call} without an open round: call dispatch first"
         raise MoEEpStateError(f"{problem} ({who}).")

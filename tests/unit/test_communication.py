@@ -208,7 +208,7 @@ def test_what_broke_the_object_is_named_where_it_says_nothing(comm):
     comm.failure = AssertionError()
     with pytest.raises(AssertionError):
         dispatch(comm)
-    with pytest.raises(moe_ep.MoEEpStateError, match="It broke because: AssertionError$"):
+    with pytest.raises(moe_ep.MoEEpStateError, match=r"It broke because: AssertionError$"):
         dispatch(comm)
 
 
