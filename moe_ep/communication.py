@@ -416,6 +416,7 @@ class MoEEpCommunication(LifeCycle):
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         self._require(DISPATCHED, "combine")
+        compiled_round.require_traced_dispatch(self, expert_output)
         traced = compiled_round.is_open(self)
         with self._without_gradients(traced):
             checks.check_combine(
@@ -479,7 +480,7 @@ class MoEEpCommunication(LifeCycle):
         try:
             if breaks or not isinstance(error, MoEEpError | TypeError):
                 shared.state = BROKEN
-                shared.broken_by = str(exc if error is None else error)
+                shared.broken_by = _reason(exc if error is None else error)
                 raise exc if error is None else error from None
             # Raised when a call has done its part of the exchange, which closes the round.
             recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
@@ -497,3 +498,9 @@ class MoEEpCommunication(LifeCycle):
             return  # the op will ask when it runs
         self._require_present(call)
         self._shared.require(state, call, in_round=self._in_round, who=self._who)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, MoEEpError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -107,17 +107,17 @@ def _require_memory_to_reinitialize(workspace: Workspace) -> None:
     if workspace.memory is None:
         raise MoEEpStateError(
             f"{REINITIALIZE} on a communication that has no memory: destroy it and create it "
-            "again, over a new process group if a wait has expired"
+            "again, over a new process group if a wait has expired."
         )
     if workspace.state == RELEASED:
         raise MoEEpStateError(
             f"{REINITIALIZE} while the memory is released: call {RESTORE} on all ranks, "
-            "which begins anew as well"
+            "which begins anew as well."
         )
     if workspace.memory.state != "mapped":
         raise MoEEpStateError(
             f"{REINITIALIZE} without memory: {workspace.remedy}. It broke because: "
-            f"{workspace.broken_by.rstrip('.')}"
+            f"{workspace.broken_by}"
         )
 
 

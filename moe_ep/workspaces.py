@@ -25,7 +25,7 @@ RELEASED: Final = "released"
 BROKEN: Final = "broken"
 
 # Of a call that was begun, and what broke it did not say why.
-INTERRUPTED: Final = "a call did not finish"
+INTERRUPTED: Final = "a call did not finish: it was interrupted, or runs in another thread."
 # What users call, for messages.
 PREPARE: Final = "checkpoint_prepare"
 RESTORE: Final = "checkpoint_restore"
@@ -162,7 +162,7 @@ class Workspace:
                 "re-create those that share it"
             )
         elif state == IDLE:
-            problem = f"{call} while a round is open: call combine before the next dispatch"
+            problem = f"{call} while a round is open: call combine first, of zeros if need be"
         else:
             problem = f"{call} without an open round: call dispatch first"
         raise MoEEpStateError(f"{problem} ({who}).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -289,6 +290,23 @@ def test_compiled_gradients_are_those_of_eager_mode(
     torch._dynamo.reset()
     got = gradient(torch.compile(layer, fullgraph=fullgraph, backend="aot_eager"))
     assert torch.equal(got, gradient(layer))
+
+
+def test_a_round_with_gradients_is_compiled_as_a_whole_or_not_at_all(
+    comm: MoEEpCommunication,
+) -> None:
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    received = compiled(lambda x: comm.dispatch(x, IDS))(needing_grad(ROWS))
+    with pytest.raises(MoEEpStateError, match=r"or in a compiled graph.*compile both or neither"):
+        comm.combine(received.hidden_states)
+    comm.combine(received.hidden_states.detach())
+
+    received = comm.dispatch(needing_grad(ROWS), IDS)
+    # How dynamo words an exception that it traced differs between torch versions.
+    with pytest.raises(Exception, match="its dispatch was not: compile both or neither"):
+        compiled(comm.combine, fullgraph=True)(received.hidden_states)
+    assert torch.equal(comm.combine(received.hidden_states), ROWS)
 
 
 def test_an_eager_layer_is_right_in_a_compiled_model(comm: MoEEpCommunication) -> None:
