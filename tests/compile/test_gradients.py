@@ -250,7 +250,7 @@ def whole_layer(context: RankContext) -> int:
     kernel = GroupedGemmConfig(intermediate_size=16, activation="relu", bias=True)
     layer = MoEEpLayer(context.bootstrap(), params, SplitConfig(comm="cake", kernel=kernel))
     layer.load_full_state_dict(random_state(params, kernel, small_integers))
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
 
     def train(run: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         layer.zero_grad()
@@ -269,5 +269,4 @@ def whole_layer(context: RankContext) -> int:
 
 
 def test_a_layer_with_grouped_products_trains_in_one_graph(ranks: RunOnRanks) -> None:
-    """And one more for any number of tokens."""
-    assert ranks(2, whole_layer, seconds=110) == [2, 2]
+    assert ranks(2, whole_layer, seconds=110) == [1, 1]

@@ -60,8 +60,8 @@ def run_small_model(*, backend: str, ranks: int, device: str, cache: Path) -> st
 @pytest.mark.multirank
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "torch_dist"])
-@pytest.mark.parametrize("ranks", [2, 4])
+# That backends give the same bits on any number of ranks is what the contract's tests show.
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "torch_dist"), (4, "cake")])
 def test_expert_parallel_model_gives_the_logits_of_one_process(
     backend: str, ranks: int, model_cache: Path
 ) -> None:
