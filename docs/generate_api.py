@@ -98,22 +98,22 @@ def class_code(cls, name):
     return code(f"class {name}", [str(base) for base in cls.bases], "")
 
 
-def members_of(cls, exported):
-    """The members of a class, then those that it has from a base which no module exports."""
-    yield from cls.members.items()
-    for base in cls.resolved_bases:
-        if base.package is cls.package and base.path not in exported:
-            yield from (
-                (name, member)
-                for name, member in members_of(base, exported)
-                if name not in cls.members
-            )
+def members_of(cls, public):
+    """The members of a class that are written with it: its own, and those that it has from classes
+    that are not written themselves.
+    """
+    for each in (cls, *(base for base in cls.mro() if base.path not in public)):
+        for name, member in each.members.items():
+            is_own = each is cls or name not in cls.members
+            if is_own and not name.startswith("_") and not member.is_alias and member.docstring:
+                yield name, member
 
 
-def blocks_of(item, name, depth, exported):
+def blocks_of(item, name, depth, public, written):
     """The Markdown blocks of a class, function, property or constant.
 
-    exported: the paths of all items that stand in the document themselves.
+    public: the paths of all items that modules export; written: where members stand that several
+    classes have.
     """
     heading = "#" * depth
     if item.is_class:
@@ -122,9 +122,15 @@ def blocks_of(item, name, depth, exported):
         yield from markdown(item)
         if "__init__" in item.members:
             yield from markdown(item.members["__init__"])
-        for member_name, member in members_of(item, exported):
-            if not member_name.startswith("_") and not member.is_alias and member.docstring:
-                yield from blocks_of(member, member_name, depth + 1, exported)
+        repeated = []
+        for member_name, member in members_of(item, public):
+            if member.path in written:
+                repeated.append(f"- `{member_name}`: as `{written[member.path]}`")
+                continue
+            written[member.path] = f"{name}.{member_name}"
+            yield from blocks_of(member, member_name, depth + 1, public, written)
+        if repeated:
+            yield "\n".join(repeated)
     elif item.is_function:
         yield f"{heading} `{name}`"
         yield function_code(item, name)
@@ -163,13 +169,13 @@ def resolved(module, item):
 def render():
     """The text of docs/api.md."""
     package = griffe.load("moe_ep", search_paths=[ROOT], resolve_aliases=True)
-    blocks = [HEADER, "# API"]
-    written = {}  # where each item stands
     modules = {
         path: package if path == "moe_ep" else package[path.removeprefix("moe_ep.")]
         for path in MODULES
     }
-    exported = {item.path for module in modules.values() for _, item in public_items(module)}
+    public = {item.path for module in modules.values() for _, item in public_items(module)}
+    blocks = [HEADER, "# API"]
+    written = {}  # where each item stands
     for path, module in modules.items():
         blocks += [f"## `{path}`", *markdown(module)]
         repeated = []
@@ -178,7 +184,7 @@ def render():
                 repeated.append(f"- `{name}`: as `{written[item.path]}`")
                 continue
             written[item.path] = f"{path}.{name}"
-            blocks += blocks_of(item, name, 3, exported)
+            blocks += blocks_of(item, name, 3, public, written)
         if repeated:
             blocks.append("\n".join(repeated))
     return "\n\n".join(blocks) + "\n"

@@ -322,7 +322,7 @@ class MoEEpCommunication(LifeCycle):
         """Exchange the tokens. Arguments are checked and may be non-contiguous; `tokens_per_rank`
         is this round's. In a backward rows may be narrower than those of the dispatch format.
 
-        Raises MoEEpConfigError after closing the round on all ranks if they disagree about it.
+        Raises MoEEpDisagreementError after closing the round on all ranks if they disagree.
         """
 
     @abc.abstractmethod

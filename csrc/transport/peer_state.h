@@ -34,7 +34,7 @@ class Sending {
   Sending& operator=(const Sending&) = delete;
 
  private:
-  SystemAtomic32 word_;
+  Atomic32 word_;
 };
 
 // A rank first says with whom it begins a round, and then looks at what the others say, before it
@@ -44,7 +44,7 @@ inline void begin_round(ControlBlock& control, const RankMask& active) {
   for (int32_t i = 0; i < rank_mask_words(kMaxEpSize); ++i) {
     MaskWord(control.active.words[i]).store(active.words[i]);
   }
-  SystemAtomic32(control.epoch).store(control.epoch + 1, kSequential);
+  Atomic32(control.epoch).store(control.epoch + 1, kSequential);
 }
 
 // With whom a rank has begun its last round; empty before the first.
@@ -64,9 +64,8 @@ inline bool excludes(ControlBlock& peer, int32_t peer_rank, int32_t own_rank) {
 
 // Whether a rank that this one has masked off may be writing into its memory.
 inline bool intrudes(ControlBlock& masked, int32_t own_rank) {
-  return SystemAtomic32(masked.is_sending).load(kSequential) != 0 &&
-         mask_of(masked).contains(own_rank) && load_acquire(&masked.timeout.recorded) == 0 &&
-         !has_ended(masked.process);
+  return Atomic32(masked.is_sending).load(kSequential) != 0 && mask_of(masked).contains(own_rank) &&
+         load_acquire(&masked.timeout.recorded) == 0 && !has_ended(masked.process);
 }
 
 // Tells peers that wait for this rank, or will, that it comes to no further round.

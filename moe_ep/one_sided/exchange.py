@@ -14,8 +14,8 @@ from moe_ep.checks import check_type
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.one_sided import received
+from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.ops import OneSidedOps
-from moe_ep.one_sided.settings import OneSidedSettings
 from moe_ep.params import MoEEpCommParams
 from moe_ep.streams import on_stream_of, refuse_foreign_capture
 from moe_ep.tensors import dense_rows, fill_with_sums
@@ -32,7 +32,7 @@ class OneSidedExchange:
         ops: OneSidedOps,
         bootstrap: BootstrapConfig,
         params: MoEEpCommParams,
-        settings: OneSidedSettings,
+        config: OneSidedConfig,
         layout: Geometry,
         workspace: Tensor,
     ) -> None:
@@ -45,10 +45,10 @@ class OneSidedExchange:
         self._device = bootstrap.torch_device
         self._ep_rank = bootstrap.rank
         self._params = params
-        self._timeout_sec = settings.timeout_sec
-        self._enable_pdl = settings.enable_pdl is not False
-        self._low_precision = settings.use_low_precision_combine
-        self._rank_mask_enabled = settings.enable_rank_mask
+        self._timeout_sec = config.timeout_sec
+        self._enable_pdl = config.enable_pdl is not False
+        self._low_precision = config.use_low_precision_combine
+        self._rank_mask_enabled = config.enable_rank_mask
         self._rank_mask_words = _native.rank_mask_words(bootstrap.world_size)
 
     def check_call(self, call: str, active_rank_mask: Tensor | None) -> None:
