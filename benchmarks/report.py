@@ -23,7 +23,7 @@ def figures(result: CaseResult) -> list[dict[str, Any]]:
     copy = limits[0]
     link = next((limit for limit in limits if limit.name.startswith("link")), None)
     compared = baseline(result)
-    return [_figures_of(timing, result, copy, link, compared) for timing in result.timings]
+    return [_figures_of(timing, copy, link, compared) for timing in result.timings]
 
 
 def baseline(result: CaseResult) -> Timing | None:
@@ -100,7 +100,6 @@ def table(results: list[CaseResult]) -> str:
 
 def _figures_of(
     timing: Timing,
-    result: CaseResult,
     copy: Timing,
     link: Timing | None,
     compared: Timing | None,

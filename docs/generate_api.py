@@ -9,6 +9,7 @@ python docs/generate_api.py --check    stop if docs/api.md differs from what wou
 import inspect
 import re
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import griffe
@@ -98,8 +99,24 @@ def class_code(cls, name):
     return code(f"class {name}", [str(base) for base in cls.bases], "")
 
 
-def blocks_of(item, name, depth):
-    """The Markdown blocks of a class, function, property or constant."""
+def members_of(cls, public):
+    """The members of a class that are written with it: its own, and those that it has from classes
+    that are not written themselves, up to the first that is.
+    """
+    unwritten = takewhile(lambda base: base.path not in public, cls.mro())
+    for each in (cls, *unwritten):
+        for name, member in each.members.items():
+            is_own = each is cls or name not in cls.members
+            if is_own and not name.startswith("_") and not member.is_alias and member.docstring:
+                yield name, member
+
+
+def blocks_of(item, name, depth, public, written):
+    """The Markdown blocks of a class, function, property or constant.
+
+    public: the paths of all items that modules export; written: where members stand that several
+    classes have.
+    """
     heading = "#" * depth
     if item.is_class:
         yield f"{heading} class `{name}`"
@@ -107,9 +124,15 @@ def blocks_of(item, name, depth):
         yield from markdown(item)
         if "__init__" in item.members:
             yield from markdown(item.members["__init__"])
-        for member_name, member in item.members.items():
-            if not member_name.startswith("_") and not member.is_alias and member.docstring:
-                yield from blocks_of(member, member_name, depth + 1)
+        repeated = []
+        for member_name, member in members_of(item, public):
+            if member.path in written:
+                repeated.append(f"- `{member_name}`: as `{written[member.path]}`")
+                continue
+            written[member.path] = f"{name}.{member_name}"
+            yield from blocks_of(member, member_name, depth + 1, public, written)
+        if repeated:
+            yield "\n".join(repeated)
     elif item.is_function:
         yield f"{heading} `{name}`"
         yield function_code(item, name)
@@ -148,10 +171,14 @@ def resolved(module, item):
 def render():
     """The text of docs/api.md."""
     package = griffe.load("moe_ep", search_paths=[ROOT], resolve_aliases=True)
+    modules = {
+        path: package if path == "moe_ep" else package[path.removeprefix("moe_ep.")]
+        for path in MODULES
+    }
+    public = {item.path for module in modules.values() for _, item in public_items(module)}
     blocks = [HEADER, "# API"]
     written = {}  # where each item stands
-    for path in MODULES:
-        module = package if path == "moe_ep" else package[path.removeprefix("moe_ep.")]
+    for path, module in modules.items():
         blocks += [f"## `{path}`", *markdown(module)]
         repeated = []
         for name, item in public_items(module):
@@ -159,7 +186,7 @@ def render():
                 repeated.append(f"- `{name}`: as `{written[item.path]}`")
                 continue
             written[item.path] = f"{path}.{name}"
-            blocks += blocks_of(item, name, 3)
+            blocks += blocks_of(item, name, 3, public, written)
         if repeated:
             blocks.append("\n".join(repeated))
     return "\n\n".join(blocks) + "\n"

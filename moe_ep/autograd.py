@@ -125,8 +125,9 @@ def records_combine(run: Call) -> Call:
         self._require(DISPATCHED, "combine")
         if recorded is None:
             raise MoEEpStateError(
-                "expert_output requires grad, but its dispatch ran without grad mode: call both in "
-                "the same mode. (The inputs of dispatch need not require grad.)"
+                "expert_output requires grad, but its dispatch ran without grad mode, or in a "
+                "compiled graph: call both in the same mode (the inputs of dispatch need not "
+                "require grad), and compile both or neither."
             )
         if output is not None:
             raise MoEEpConfigError(

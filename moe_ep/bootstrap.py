@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ep.collectives import (
     CommBackend,
@@ -21,8 +23,6 @@ from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.peer_exchange import has_gloo
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
 
@@ -73,8 +73,13 @@ class BootstrapConfig:
                 "nccl_comm must be None: raw NCCL communicators are not used. "
                 "Pass the torch.distributed group of the same ranks as process_group."
             )
+        if not isinstance(self.auto_bootstrap, bool):
+            raise TypeError(f"auto_bootstrap must be a bool, got {self.auto_bootstrap!r}.")
         if self.process_group is not None:
             _require_group_matches(self, self.process_group, "process_group")
+        store = self.tcp_store
+        if store is not None and not isinstance(store, Store):
+            raise TypeError(f"tcp_store must be a torch.distributed Store, got {store!r}.")
         device = _resolve_device(self.device, self.world_size)
         if self.stream != 0 and device.type != "cuda":
             raise MoEEpConfigError(
@@ -139,8 +144,10 @@ class BootstrapConfig:
         """Return the group of a one-dimensional device mesh, such as `mesh["ep"]`.
 
         device: None: the CPU for a CPU mesh, else as in the constructor.
-        Raises MoEEpConfigError for a mesh of more dimensions.
+        Raises MoEEpConfigError for a mesh of more dimensions, TypeError for anything else.
         """
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
         if mesh.ndim != 1:
             raise MoEEpConfigError(
                 f"mesh must have one dimension, got {mesh.ndim} ({mesh.mesh_dim_names}): slice it, "
@@ -248,7 +255,10 @@ def _resolve_device(device: int | str | torch.device | None, world_size: int) ->
         return _default_device(world_size)
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
         raise TypeError(f"device must be an int, str, torch.device or None, got {device!r}.")
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError:  # torch knows no such device
+        raise MoEEpConfigError(f"device must be a CPU or CUDA device, got {device!r}.") from None
     if resolved.type == "cpu":
         return torch.device("cpu")
     if resolved.type != "cuda":

@@ -14,6 +14,7 @@ from moe_ep.config import CommunicationConfig, require_int_in_range
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.limits import MAX_EP_SIZE
 from moe_ep.params import MoEEpCommParams, RowFormat
+from moe_ep.plain_tensors import check_plain
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -21,7 +22,15 @@ ID_DTYPES = (torch.int32, torch.int64)
 def check_type(name: str, value: object, wanted: type) -> None:
     """Raise TypeError unless `value` is a `wanted`."""
     if not isinstance(value, wanted):
-        raise TypeError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}.")
+        package = "torch." if wanted.__module__ == "torch" else ""
+        raise TypeError(f"{name} must be a {package}{wanted.__name__}, got {type(value).__name__}.")
+
+
+def check_dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
+    """Raise TypeError unless a tensor's dtype is one of those allowed."""
+    if value.dtype not in allowed:
+        wanted = " or ".join(str(dtype) for dtype in allowed)
+        raise TypeError(f"{name} must be {wanted}, got {value.dtype}. {hint}".rstrip())
 
 
 def check_group(
@@ -34,10 +43,13 @@ def check_group(
         raise MoEEpConfigError(f"world_size must be 1..{MAX_EP_SIZE}, got {bootstrap.world_size}.")
 
 
-def check_construction(params: MoEEpCommParams, eplb_stats_num_experts: int) -> None:
+def check_construction(
+    params: MoEEpCommParams, config: CommunicationConfig, eplb_stats_num_experts: int
+) -> None:
     """Check what one rank can see of the constructor's other arguments."""
     check_type("params", params, MoEEpCommParams)
     require_int_in_range("eplb_stats_num_experts", eplb_stats_num_experts, 0, params.num_experts)
+    config.layers_with(params)
 
 
 def check_dispatch(
@@ -65,12 +77,12 @@ def check_dispatch(
     _check_row(params, row, extra_payload_bytes_per_token, hidden_states)
 
     _check_tensor("topk_ids", topk_ids, 2, device)
-    _check_dtype("topk_ids", topk_ids, ID_DTYPES)
+    check_dtype("topk_ids", topk_ids, ID_DTYPES)
     _check_shape("topk_ids", topk_ids, (num_tokens, params.top_k), "[n, top_k]")
 
     if topk_weights is not None:
         _check_tensor("topk_weights", topk_weights, 2, device)
-        _check_dtype("topk_weights", topk_weights, (torch.float32,), "Convert with .float().")
+        check_dtype("topk_weights", topk_weights, (torch.float32,), "Convert with .float().")
         _check_shape("topk_weights", topk_weights, (num_tokens, params.top_k), "[n, top_k]")
 
     _check_scale(params, row, device, num_tokens, hidden_states_scale)
@@ -101,7 +113,7 @@ def check_combine(
         )
     if output is not None:
         _check_tensor("output", output, 2, device)
-        _check_dtype("output", output, (params.token_dtype,))
+        check_dtype("output", output, (params.token_dtype,))
         _check_shape("output", output, (num_tokens, hidden_size), "[n, hidden_size]")
         _check_no_overlap("output", output)
         _check_writable("output", output)
@@ -151,7 +163,7 @@ def _check_row(
                 f"got {width}."
             )
         return
-    _check_dtype(
+    check_dtype(
         "hidden_states",
         hidden_states,
         row.value_dtypes,
@@ -185,7 +197,7 @@ def _check_scale(
             f"dispatch_format={params.dispatch_format} sends scale rows."
         )
     _check_tensor("hidden_states_scale", scale, 2, device)
-    _check_dtype("hidden_states_scale", scale, row.scale_dtypes)
+    check_dtype("hidden_states_scale", scale, row.scale_dtypes)
     _check_shape("hidden_states_scale", scale, wanted, "[n, scale_row]")
 
 
@@ -198,13 +210,14 @@ def _check_eplb_stats(num_stats: int, device: torch.device, stats: Tensor | None
             "eplb_stats_num_experts=0."
         )
     _check_tensor("eplb_local_stats", stats, 1, device)
-    _check_dtype("eplb_local_stats", stats, (torch.int32,))
+    check_dtype("eplb_local_stats", stats, (torch.int32,))
     _check_shape("eplb_local_stats", stats, (num_stats,), "[eplb_stats_num_experts]")
 
 
 def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
+    check_plain(name, value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be dense (torch.strided), got {value.layout}.")
     if dim is not None and value.dim() != dim:
@@ -213,22 +226,12 @@ def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.devic
         raise MoEEpConfigError(
             f"{name} must be on {device}, the communication's device, got {value.device}."
         )
-    if not torch.compiler.is_compiling() and value.is_neg():
-        raise TypeError(f"{name} must hold its values, got a negated view: pass resolve_neg().")
     if value.requires_grad and torch.is_grad_enabled():
         raise MoEEpConfigError(
             f"{name} requires grad, but there are no gradients with quantised rows or a "
             "low-precision combine, and none for `output`: call it under torch.no_grad(), or pass "
             f"{name}.detach()."
         )
-
-
-def _check_dtype(
-    name: str, value: Tensor, allowed: tuple[torch.dtype, ...], hint: str = ""
-) -> None:
-    if value.dtype not in allowed:
-        wanted = " or ".join(str(dtype) for dtype in allowed)
-        raise TypeError(f"{name} must be {wanted}, got {value.dtype}. {hint}".rstrip())
 
 
 def _check_shape(name: str, value: Tensor, wanted: tuple[int, ...], meaning: str) -> None:

@@ -10,20 +10,15 @@ plain attributes (int, str), so that torch.compile traces a whole round into one
 from __future__ import annotations
 
 import abc
-import contextlib
-import os
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from moe_ep import autograd, backward_round, checks, compiled_round, graph_names
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.collectives import CommBackend, as_comm_backend, group_behind
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
 from moe_ep.dispatch_result import MoEEpDispatchResult
@@ -32,20 +27,18 @@ from moe_ep.errors import (
     MoEEpError,
     MoEEpInputError,
     MoEEpMaskDisagreementError,
-    MoEEpStateError,
     MoEEpTimeoutError,
     translate_op_error,
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
+from moe_ep.life_cycle import LifeCycle
 from moe_ep.params import MoEEpCommParams, expert_partition
-from moe_ep.streams import on_stream_of
-from moe_ep.workspace_sharing import move
-from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE, Workspace
+from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE
 
 Result = TypeVar("Result")
 
 
-class MoEEpCommunication(abc.ABC):
+class MoEEpCommunication(LifeCycle):
     """One long-lived object per expert-parallel group: dispatch, experts, combine, dispatch, ...
 
     All ranks of the group construct it together and issue the same calls in the same order; one
@@ -72,8 +65,6 @@ class MoEEpCommunication(abc.ABC):
     the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
     """
 
-    backend_name: ClassVar[str]
-    """Set by `register_communication`."""
     config_type: ClassVar[type[CommunicationConfig]]
     supports_cuda_graph: ClassVar[bool] = False
     """True: a round may be captured in a CUDA graph after one eager warm-up of the same shapes."""
@@ -111,25 +102,15 @@ class MoEEpCommunication(abc.ABC):
         gpu_shares = agree_on_construction(
             type(self), comm, params, config, bootstrap.torch_device, eplb_stats_num_experts
         )
-        first, count = expert_partition(params.num_experts, bootstrap.world_size, bootstrap.rank)
+        super().__init__(bootstrap, config, comm)
+        first, count = expert_partition(params.num_experts, self.ep_size, self.ep_rank)
         self.params: Final = params
-        self.config: Final = config
-        self.device: Final[torch.device] = bootstrap.torch_device
-        self.ep_rank: Final[int] = bootstrap.rank
-        self.ep_size: Final[int] = bootstrap.world_size
         self.first_local_expert: Final[int] = first
         self.num_local_experts: Final[int] = count
-        self._bootstrap: Final = bootstrap
         self._gpu_shares: Final = gpu_shares
         self._row_format: Final = params.row_format
         self._extra_payload_bytes: Final = extra_payload_bytes_per_token
         self._eplb_stats_num_experts: Final = eplb_stats_num_experts
-        self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
-        self._destroyed: bool = False
-        self._in_round: bool = False  # where others share the workspace: whose turn it is
-        # A setting of the backends that take masks.
-        self._rank_mask_enabled: Final[bool] = getattr(config, "enable_rank_mask", False)
-        self._process: Final[int] = os.getpid()
         self._num_tokens: int = 0
         self._tokens_per_rank: int = 0
         # Of unquantised rows. A backend whose combine has no room for them clears it.
@@ -137,28 +118,6 @@ class MoEEpCommunication(abc.ABC):
         self._recorded: backward_round.RoutedRound | None = None
         self._graph_name: Final = graph_names.name(self)
         self._traced: compiled_round.TracedRound | None = None
-        self._enter(Workspace(comm, self.ep_rank, self.ep_size))
-
-    def _enter(self, workspace: Workspace) -> None:
-        """Take part in a workspace, and leave that of before."""
-        self._shared = workspace
-        workspace.admit(self)
-
-    def _drop_round(self) -> None:
-        """Forget a round that is open: the workspace begins anew."""
-        self._in_round = False
-        self._recorded = None
-
-    @property
-    def _comm(self) -> CommBackend:
-        """What the group agrees over."""
-        return self._shared.comm
-
-    def _comm_over(self, comm_backend: Any) -> CommBackend:
-        """Return what a user's comm_backend agrees over; None: the group."""
-        if comm_backend is None:
-            return self._comm
-        return as_comm_backend(comm_backend, timeout_sec=self.config.timeout_sec)
 
     # ---------------------------------------------------------------- what users call
 
@@ -339,135 +298,6 @@ class MoEEpCommunication(abc.ABC):
         """
         return 0
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of memory that this rank holds for the object between rounds.
-
-        Objects that share a workspace each report the whole of it. 0 after destroy, while the
-        memory is released, and in a forked process; 0 always where a backend holds none.
-        """
-        return self._shared.mapped_bytes if os.getpid() == self._process else 0
-
-    def reinitialize(self, comm_backend: Any = None) -> None:
-        """Begin anew in the same memory: no round is open, none has failed, no rank is behind.
-
-        For a rank that was masked off and comes back, and after a failure: a time-out, Ctrl-C, a
-        call that raised on some ranks only. Collective over the ranks that go on, for all objects
-        that share the workspace; a round that is open is dropped. Waits for the device. The
-        contents are lost; addresses stay, and captured CUDA graphs can be replayed.
-
-        comm_backend: as in the config, but of any ranks of the group, in any order, where
-            enable_rank_mask is set; else of all. None: the group of the communication.
-
-        Ranks that it leaves out must stay outside active_rank_mask until a later call has them in.
-        They must be dead, or outside of dispatch and combine for good: one that is still in a round
-        may write into the memory of the others. A process that has taken the place of a dead one
-        has no part in this memory: create the communication anew on all ranks.
-
-        Raises on all ranks together, with nothing changed: MoEEpConfigError where ranks are missing
-        or there twice, MoEEpStateError while the memory is released, where a checkpoint has lost
-        it, and of torch_dist, which has none. MoEEpTimeoutError where a rank of comm_backend does
-        not come: the object is then broken, and the call can be made again.
-        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
-        forked process and while a CUDA graph is being captured, on the rank alone.
-        """
-        self._require_present("reinitialize")
-        self._refuse_capture("reinitialize")
-        comm = self._comm_over(comm_backend)
-        with self._on_stream():
-            self._shared.reinitialize(comm, self._wait_for_device, in_part=self._rank_mask_enabled)
-
-    def checkpoint_prepare(self) -> None:
-        """Give the memory back and keep its addresses, for all objects that share the workspace.
-
-        Collective over all ranks, masked ones too, between rounds; idempotent, also through another
-        object of the workspace. Waits for the device. The contents are lost.
-
-        Until `checkpoint_restore`, dispatch, combine, get_combine_input_buffer and check raise
-        MoEEpStateError, workspace_bytes is 0, and captured CUDA graphs must not be replayed. Views
-        of library memory (what dispatch returned, combine input buffers) must not be touched: on
-        the CPU a read of one ends the process with SIGSEGV, on CUDA it is a fault of the device.
-        destroy stays legal. torch_dist has no memory: there only the state of the object changes.
-
-        Raises on all ranks together, with nothing released: MoEEpStateError in an open round (call
-        combine first) or on a broken object; what the device has recorded, as `check` does.
-        Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
-        is then broken, and the ranks must restart.
-        Raises MoEEpStateError after destroy, in a forked process and while a CUDA graph is being
-        captured, on the rank alone.
-        """
-        self._require_present("checkpoint_prepare")
-        self._refuse_capture("checkpoint_prepare")
-        backward_round.close_left_open(self)
-        with self._on_stream():
-            self._shared.prepare(self.check)
-
-    def checkpoint_restore(self, comm_backend: Any = None) -> None:
-        """Put new memory behind the addresses that checkpoint_prepare has kept, and start anew.
-
-        Collective over the group that is given; idempotent: where the memory is there, only the
-        group changes. Rounds are exact again, at the same addresses, and CUDA graphs captured
-        before the release can be replayed. All objects that share the workspace go on, over the
-        new group.
-
-        comm_backend: as in the config, the same ranks in the same order; None: the group of before,
-            which must still be there. Objects that are created later share the workspace if they
-            name this group. torch_dist only agrees over it: its tokens travel over the process
-            group of the bootstrap.
-
-        Raises on all ranks together, and can be called again then: MoEEpConfigError where rank or
-        size are not those of before, MoEEpStateError in an open round, on a broken object, or where
-        some ranks have not released; MoEEpPlatformError where the memory cannot be had any more.
-        Raises on all ranks together, if a rank fails after that: MoEEpPlatformError. The workspace
-        is then broken, and the ranks must restart.
-        Raises TypeError for another kind of comm_backend, and MoEEpStateError after destroy, in a
-        forked process and while a CUDA graph is being captured, on the rank alone.
-        """
-        self._require_present("checkpoint_restore")
-        self._refuse_capture("checkpoint_restore")
-        comm = self._comm_over(comm_backend)
-        group = self._shared.group if comm_backend is None else group_behind(comm)
-        with self._on_stream():
-            self._shared.restore(comm)
-        move(self._shared, group)
-
-    def destroy(self) -> None:
-        """Free what the object holds; a shared workspace goes with the last object. Idempotent.
-
-        All ranks should call it, but it waits for nobody: memory that peers share is free when the
-        last of them has let go of it. Also legal on a broken object, while the memory is released,
-        and in the middle of a round, which breaks the objects that share the workspace.
-        """
-        if self._destroyed:
-            return
-        shared, self._destroyed = self._shared, True
-        # What is left of the object holds no memory.
-        self._shared = Workspace(shared.comm, self.ep_rank, self.ep_size)
-        try:
-            self._destroy()
-        finally:
-            with self._on_stream():
-                shared.leave(self, in_round=self._in_round)
-
-    def __enter__(self) -> Self:
-        self._require_alive("__enter__")
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.destroy()
-
-    def __reduce__(self) -> NoReturn:
-        # What copy, deepcopy and pickle all ask.
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it owns memory and has a place in "
-            "its group's rounds. Use the object itself, or create another one on all ranks."
-        )
-
     def __repr__(self) -> str:
         state = "destroyed" if self._destroyed else self._shared.state
         return (
@@ -492,7 +322,7 @@ class MoEEpCommunication(abc.ABC):
         """Exchange the tokens. Arguments are checked and may be non-contiguous; `tokens_per_rank`
         is this round's. In a backward rows may be narrower than those of the dispatch format.
 
-        Raises MoEEpConfigError after closing the round on all ranks if they disagree about it.
+        Raises MoEEpDisagreementError after closing the round on all ranks if they disagree.
         """
 
     @abc.abstractmethod
@@ -517,24 +347,12 @@ class MoEEpCommunication(abc.ABC):
         round stays open.
         """
 
-    def _check(self) -> None:  # noqa: B027  (a backend may have nothing to check)
+    def _check(self) -> None:
         """Wait for the device, then raise and clear what it recorded."""
 
     def _combine_input_buffer(self) -> Tensor | None:
         """Return combine's zero-copy input, [ep_size * tokens_per_rank, hidden_size], if any."""
         return None
-
-    def _destroy(self) -> None:  # noqa: B027  (or nothing to free)
-        """Free everything. Called once. Waits for nobody: peers may be dead or in a round."""
-
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which a backend works."""
-        return on_stream_of(self._bootstrap)
-
-    def _wait_for_device(self) -> None:
-        """Wait for what was queued, whatever becomes of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     # ---------------------------------------------------------------- the state machine
 
@@ -553,7 +371,7 @@ class MoEEpCommunication(abc.ABC):
         self._traced = None
         traced = compiled_round.is_wanted(self)
         if not traced:
-            backward_round.close_left_open(self)
+            self._close_left_open()
             self._require(IDLE, "dispatch")
         with self._without_gradients(traced):
             tokens_per_rank = checks.check_dispatch(
@@ -598,6 +416,7 @@ class MoEEpCommunication(abc.ABC):
         active_rank_mask: Tensor | None = None,
     ) -> Tensor:
         self._require(DISPATCHED, "combine")
+        compiled_round.require_traced_dispatch(self, expert_output)
         traced = compiled_round.is_open(self)
         with self._without_gradients(traced):
             checks.check_combine(
@@ -624,6 +443,13 @@ class MoEEpCommunication(abc.ABC):
         )
         self._recorded = None
         return combined
+
+    def _drop_round(self) -> None:
+        self._in_round = False
+        self._recorded = None
+
+    def _close_left_open(self) -> None:
+        backward_round.close_left_open(self)
 
     def _without_gradients(self, traced: bool) -> torch.set_grad_enabled:
         """Return the context in which arguments are checked. In eager mode gradients have been
@@ -654,7 +480,7 @@ class MoEEpCommunication(abc.ABC):
         try:
             if breaks or not isinstance(error, MoEEpError | TypeError):
                 shared.state = BROKEN
-                shared.broken_by = str(exc if error is None else error)
+                shared.broken_by = _reason(exc if error is None else error)
                 raise exc if error is None else error from None
             # Raised when a call has done its part of the exchange, which closes the round.
             recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
@@ -673,29 +499,8 @@ class MoEEpCommunication(abc.ABC):
         self._require_present(call)
         self._shared.require(state, call, in_round=self._in_round, who=self._who)
 
-    def _require_alive(self, call: str) -> None:
-        self._require_present(call)
-        self._shared.require_whole(call, self._who)
 
-    def _refuse_capture(self, call: str) -> None:
-        """Raise where the current stream of the device is being captured: the host must wait."""
-        if self.device.type != "cuda":
-            return
-        with torch.cuda.device(self.device), self._on_stream():
-            if not torch.cuda.is_current_stream_capturing():
-                return
-        raise MoEEpStateError(
-            f"{call} while a CUDA graph is being captured ({self._who}): call it after the capture."
-        )
-
-    def _require_present(self, call: str) -> None:
-        """Raise unless the object is this process's and is not destroyed."""
-        if self._destroyed:
-            raise MoEEpStateError(
-                f"{call} after destroy ({self._who}): create a new communication."
-            )
-        if not torch.compiler.is_compiling() and os.getpid() != self._process:
-            raise MoEEpStateError(
-                f"{call} in a process forked from rank {self.ep_rank} (backend "
-                f"{self.backend_name}), whose communication this is: create one of its own."
-            )
+def _reason(error: BaseException) -> str:
+    if isinstance(error, MoEEpError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import moe_ep.round_ops  # noqa: F401  (registers the ops)
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpConfigError
+from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 
 if TYPE_CHECKING:
     from moe_ep.communication import MoEEpCommunication
@@ -50,6 +50,17 @@ def is_wanted(communication: MoEEpCommunication) -> bool:
 def is_open(communication: MoEEpCommunication) -> bool:
     """Whether a dispatch has been traced through the ops here, and its combine not yet."""
     return torch.compiler.is_compiling() and communication._traced is not None
+
+
+def require_traced_dispatch(communication: MoEEpCommunication, expert_output: Tensor) -> None:
+    """Raise MoEEpStateError where a combine with gradients is traced, and its dispatch was not."""
+    is_alone = torch.compiler.is_compiling() and communication._traced is None
+    records = torch.is_grad_enabled() and communication._has_gradients
+    if is_alone and records and expert_output.requires_grad:
+        raise MoEEpStateError(
+            "combine of a round with gradients is in a compiled graph, and its dispatch was not: "
+            "compile both or neither."
+        )
 
 
 def dispatch(

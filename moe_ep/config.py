@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from moe_ep.collectives import as_comm_backend
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.limits import DEFAULT_TIMEOUT_SEC, MAX_TIMEOUT_SEC
+from moe_ep.params import MoEEpCommParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,10 @@ class CommunicationConfig:
         torch.distributed ProcessGroup and an mpi4py communicator are accepted); None:
         torch.distributed over the bootstrap's group. Its size and rank must be the bootstrap's.
     timeout_sec: 1..86400, the seconds of wall clock that one call waits for a peer.
+    arena: the params of all layers of the group that take turns in one workspace, those of this
+        communication among them, in any order. Communications that are created with the same arena
+        share that workspace, whatever their sizes; it is about as large as that of the largest, and
+        does not grow. (): only those whose sizes are the same share one.
 
     Fields declared with `field(compare=False)` may differ between the ranks of a group; the others
     must not.
@@ -27,11 +32,28 @@ class CommunicationConfig:
 
     comm_backend: Any = field(default=None, compare=False)
     timeout_sec: int = field(default=DEFAULT_TIMEOUT_SEC, compare=False)
+    arena: tuple[MoEEpCommParams, ...] = ()
 
     def __post_init__(self) -> None:
         require_int_in_range("timeout_sec", self.timeout_sec, 1, MAX_TIMEOUT_SEC)
         if self.comm_backend is not None:
             as_comm_backend(self.comm_backend)
+        if not isinstance(self.arena, tuple) or not all(
+            isinstance(layer, MoEEpCommParams) for layer in self.arena
+        ):
+            raise TypeError(f"arena must be a tuple of MoEEpCommParams, got {self.arena!r}.")
+
+    def layers_with(self, params: MoEEpCommParams) -> tuple[MoEEpCommParams, ...]:
+        """Return the layers that a workspace for `params` must have room for.
+
+        Raises MoEEpConfigError where there is an arena that does not name them.
+        """
+        if self.arena and params not in self.arena:
+            raise MoEEpConfigError(
+                f"arena must name the params of each communication that is created with it, got "
+                f"{params}, which is not in {self.arena}. Add it on all of them."
+            )
+        return self.arena or (params,)
 
     def group_wide_settings(self) -> dict[str, object]:
         """Return the settings that must be equal on every rank of the group."""

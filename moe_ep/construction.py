@@ -88,7 +88,7 @@ def agree_on_construction(
     """
 
     def declare() -> _Declaration:
-        check_construction(params, eplb_stats_num_experts)
+        check_construction(params, config, eplb_stats_num_experts)
         values: dict[str, object] = {
             "backend": backend.backend_name,
             "moe_ep version": __version__,

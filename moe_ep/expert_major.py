@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ep.checks import check_dtype, check_type
 from moe_ep.derivatives import differentiable_once
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.params import TOKEN_DTYPES
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def permute_to_experts(
 
     Raises TypeError and MoEEpConfigError for a wrong alignment or max_rows.
     """
+    check_type("result", result, MoEEpDispatchResult)
     num_picks = result.topk_ids.numel()
     most = _most_rows(num_picks, num_local_experts, alignment, max_rows)
     room = most if max_rows is None else min(most, max_rows)
@@ -94,14 +97,15 @@ def unpermute_from_experts(
     """Return [N, hidden_size]: for each received row the sum over its local picks; see
     MoEEpCommunication.unpermute_from_experts.
     """
+    check_type("permuted", permuted, ExpertMajorRows)
+    check_type("rows", rows, Tensor)
     room = permuted.expert_of_row.shape[0]
     if rows.dim() != 2 or rows.shape[0] != room:
         raise MoEEpConfigError(
             f"rows must be [{room}, hidden_size], a row for each of permute_to_experts, got "
             f"{list(rows.shape)}."
         )
-    if not rows.dtype.is_floating_point or rows.element_size() < 2:
-        raise TypeError(f"rows must be bfloat16, float16 or float32, got {rows.dtype}.")
+    check_dtype("rows", rows, TOKEN_DTYPES)
     if apply_weights and permuted.pick_weights is None:
         raise MoEEpConfigError(
             "apply_weights must be False: dispatch was called without topk_weights."

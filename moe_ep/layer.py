@@ -76,7 +76,8 @@ class MoEEpLayer(nn.Module):
 
         Raises as `create_communication`. For the experts, on all ranks together, with every rank's
         reason: KeyError listing the names for an unknown kernel, TypeError and MoEEpConfigError for
-        settings or weights that do not fit, MoEEpConfigError where the ranks disagree.
+        settings or weights that do not fit, also for a bias that the kernel has no place for,
+        MoEEpConfigError where the ranks disagree.
         """
         super().__init__()
         split = backend if isinstance(backend, SplitConfig) else SplitConfig(comm=backend)
@@ -130,9 +131,11 @@ class MoEEpLayer(nn.Module):
         """Take the rank's own experts out of all experts' weights. Not collective.
 
         state_dict: for each parameter of the kernel `prefix` + its name, with all experts as the
-            first dimension, of any device and floating dtype; what else is in it is ignored.
+            first dimension, of any device and any floating dtype but those of one byte, which
+            need scales; what else is in it is ignored.
 
-        Raises KeyError naming what is missing, MoEEpConfigError for a wrong shape.
+        Raises KeyError naming what is missing, MoEEpConfigError for a wrong shape, TypeError for a
+        wrong type or dtype, with nothing changed.
         """
         load_full(self.kernel, state_dict, prefix)
 
@@ -142,6 +145,8 @@ class MoEEpLayer(nn.Module):
         """Return all experts' weights on the CPU, for `load_full_state_dict`. Collective.
 
         only_rank: the only rank that gets them; the others get None. None: all of them.
+
+        Raises TypeError and MoEEpConfigError for an only_rank that is not in the group.
         """
         return gather_full(self.kernel, self.communication._comm, prefix, only_rank)
 

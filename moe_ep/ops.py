@@ -162,6 +162,11 @@ def _on_workspace(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
     return None
 
 
+@torch.library.register_fake("moe_ep::leave")
+def _(workspace: Tensor, ep_rank: int) -> None:
+    return None
+
+
 for _backend in ONE_SIDED_BACKENDS:
     for _name, _fake in {
         "initialize": _on_workspace,

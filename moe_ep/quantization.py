@@ -190,17 +190,24 @@ def dequantize_fp8(values: Tensor, scales: Tensor) -> Tensor:
     return blocks.flatten(1)[:, : values.shape[1]]
 
 
-def check_quantization(quant_format: QuantFormat, scalar_scale: float) -> None:
-    """Raise MoEEpConfigError unless rows can be quantised to `quant_format` with `scalar_scale`."""
+def check_quantization(
+    quant_format: QuantFormat,
+    scalar_scale: float,
+    names: tuple[str, str] = ("quant_format", "scalar_scale"),
+) -> None:
+    """Raise MoEEpConfigError unless rows can be quantised to `quant_format` with `scalar_scale`.
+
+    names: what the caller knows the two as.
+    """
     if quant_format not in BLOCK_FORMATS:
-        names = ", ".join(format.name for format in BLOCK_FORMATS)
-        raise MoEEpConfigError(f"quant_format must be one of {names}, got {quant_format}.")
+        known = ", ".join(format.name for format in BLOCK_FORMATS)
+        raise MoEEpConfigError(f"{names[0]} must be one of {known}, got {quant_format}.")
     if not (math.isfinite(scalar_scale) and scalar_scale > 0):
-        raise MoEEpConfigError(f"scalar_scale must be finite and positive, got {scalar_scale}.")
+        raise MoEEpConfigError(f"{names[1]} must be finite and positive, got {scalar_scale}.")
     if quant_format is not QuantFormat.NVFP4 and scalar_scale != 1.0:
         raise MoEEpConfigError(
-            f"{quant_format.name} has no scalar scale (only NVFP4 has one): scalar_scale must be "
-            f"1.0, got {scalar_scale}."
+            f"{names[1]} must be 1.0 for {quant_format.name} (only NVFP4 has one), got "
+            f"{scalar_scale}."
         )
 
 

@@ -52,10 +52,15 @@ def register_communication(
     `name`.
     preference: "auto" takes the supported backend with the highest; equal ones in order of
         registration.
-    Raises MoEEpConfigError where the name is taken by another class or does not fit the config.
+    Raises MoEEpConfigError where the name is taken by another class or does not fit the config,
+    TypeError for anything but such a class.
     """
 
     def register(cls: type[_Communication]) -> type[_Communication]:
+        if not (isinstance(cls, type) and issubclass(cls, MoEEpCommunication)):
+            raise TypeError(
+                f"what is registered must be a subclass of MoEEpCommunication, got {cls!r}."
+            )
         if name == AUTO:
             raise MoEEpConfigError(f"name must not be {AUTO!r}, which asks for a choice.")
         if cls.config_type.backend_name != name:
@@ -152,8 +157,11 @@ def estimate_workspace_bytes(
 
     device: as in BootstrapConfig.
 
-    Not collective. Raises KeyError for a config of a backend that is not registered.
+    Not collective. Raises KeyError for a config of a backend that is not registered, TypeError and
+    MoEEpConfigError for a wrong argument.
     """
+    check_type("params", params, MoEEpCommParams)
+    check_type("config", config, CommunicationConfig)
     require_int_in_range("ep_size", ep_size, 1, MAX_EP_SIZE)
     entry = _registry[communication_backend_name(config)]
     return entry.communication.estimate_workspace_bytes(params, ep_size, config, device=device)

@@ -1,4 +1,4 @@
-"""Which communications share a workspace? Those of one process, group and layout.
+"""Which communications share a workspace? Those of one process, group and layout or arena.
 
 All ranks of a group must come to the same answer: they tell each other what they have found.
 """
@@ -14,8 +14,10 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
+import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep._native import FifoGeometry, Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend, agree, by_rank, group_behind
@@ -115,6 +117,8 @@ def join_memory(
     def make() -> Workspace:
         memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
         where = (memory.workspace, layout, bootstrap.rank)
+        on_cpu = bootstrap.torch_device.type == "cpu"  # on CUDA no peer could look
+        farewell = partial(torch.ops.moe_ep.leave, memory.workspace, bootstrap.rank)
         return Workspace(
             comm,
             bootstrap.rank,
@@ -122,6 +126,7 @@ def join_memory(
             memory,
             initialize=partial(initialize, *where),
             forget=None if forget is None else partial(forget, *where),
+            say_farewell=farewell if on_cpu else None,
         )
 
     what = (
@@ -129,7 +134,8 @@ def join_memory(
         str(bootstrap.torch_device),
         bootstrap.stream,  # rounds on several streams are not in order
         *apart,
-        *layout.fields(),
+        frozenset(config.arena),
+        layout.fingerprint if config.arena else tuple(layout.fields()),
     )
     return join(comm, group_of(bootstrap, config.comm_backend, comm), what, make)
 

@@ -14,11 +14,15 @@ import torch
 
 from moe_ep import (
     CakeAlltoAll,
+    MoEEpCommParams,
     MoEEpCommunication,
     NVLinkOneSidedAlltoAll,
     NVLinkTwoSidedAlltoAll,
     TorchDistAlltoAll,
 )
+from moe_ep._native import Geometry
+from moe_ep.one_sided.config import OneSidedConfig
+from moe_ep.one_sided.workspace import geometry_of
 from tests.gpu_cases import GPUS
 from tests.ranks.devices import CPU, NCCL, ONE_GPU, SPREAD, unavailable_reason
 
@@ -39,7 +43,7 @@ class Backend:
     pdl: enable_pdl.
     low_precision: use_low_precision_combine.
     lamport: lamport and lamport_max_tokens.
-    one_sided: it is on the one-sided transport: `kernels` and `places` are as those of cake.
+    one_sided: it is on the one-sided transport: `kernels` are as those of cake.
     interruptible: a wait for a peer ends at Ctrl-C at once, and not only with its budget.
     devices: where it runs, of tests.ranks.devices.
     """
@@ -64,16 +68,21 @@ class Backend:
     @property
     def kernels(self) -> ModuleType:
         """What its ops do on a bare workspace."""
-        return self._module("kernels")
-
-    @property
-    def places(self) -> ModuleType:
-        """Where it can run, and what sizes its workspace there."""
-        return self._module("places")
-
-    def _module(self, name: str) -> ModuleType:
         package = self.communication.__module__.rpartition(".")[0]
-        return importlib.import_module(f"{package}.{name}")
+        return importlib.import_module(f"{package}.kernels")
+
+    def geometry_of(
+        self,
+        params: MoEEpCommParams,
+        ep_size: int,
+        device: torch.device,
+        *,
+        spans_gpus: bool = True,
+    ) -> Geometry:
+        """What sizes a workspace on the one-sided transport, with the settings that are usual."""
+        config = self.communication.config_type()
+        assert isinstance(config, OneSidedConfig)
+        return geometry_of(params, ep_size, config, device, spans_gpus=spans_gpus)
 
 
 def _one_sided(

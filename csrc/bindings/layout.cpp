@@ -37,7 +37,8 @@ std::vector<int64_t> fields_of(const Geometry& g) {
           g.eplb_stats_num_experts,
           g.low_latency_tokens,
           g.spans_gpus,
-          g.prefers_packets};
+          g.prefers_packets,
+          g.max_top_k};
 }
 
 // Bytes from the start of a segment.
@@ -80,6 +81,8 @@ void bind_fifo_geometry(py::module_& m) {
                 g.num_slots, g.slot_bytes,  g.num_channels, g.spans_gpus};
           },
           "The int[] that ops take as `geometry`.")
+      .def_property_readonly("fingerprint", &Fifos::fingerprint,
+                             "Of the layout: layers with the same one can take turns.")
       .def_property_readonly(
           "segment_bytes", [](const Fifos& g) { return FifoLayout::of(g).segment_bytes; },
           "Bytes of one rank's segment.");
@@ -99,14 +102,17 @@ void bind_layout(py::module_& m) {
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
            py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 1,
-           py::arg("prefers_packets") = 0)
+           py::arg("prefers_packets") = 0, py::arg("max_top_k") = 0)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
       .def_readonly("combine_bytes_per_token", &Geometry::combine_bytes_per_token)
       .def_readonly("eplb_stats_num_experts", &Geometry::eplb_stats_num_experts)
       .def_readonly("low_latency_tokens", &Geometry::low_latency_tokens)
+      .def_readonly("prefers_packets", &Geometry::prefers_packets)
       .def("fields", &fields_of, "The int[] that ops take as `geometry`.")
+      .def_property_readonly("fingerprint", &Geometry::fingerprint,
+                             "Of the layout: layers with the same one can take turns.")
       .def_property_readonly(
           "segment_bytes", [](const Geometry& g) { return WorkspaceLayout::of(g).segment_bytes; },
           "Bytes of one rank's segment.")

@@ -1,41 +1,16 @@
 #include "cake/combine_bulk.h"
 #include "cake/cuda.h"
 #include "cake/dispatch_bulk.h"
-#include "cake/paths.h"
-#include "one_sided/combine_kernels.h"
-#include "one_sided/cuda_launch.h"
-#include "one_sided/dispatch_direct.h"
-#include "one_sided/dispatch_packets.h"
+#include "one_sided/launch_step.h"
 
 namespace moe_ep::cake {
 
 cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context) {
-  const DispatchKernelParams params = kernel_params(p, context);
-  switch (
-      dispatch_path(p.workspace.geometry, p.tokens_per_rank, all_payloads_are_aligned(params))) {
-    case DispatchPath::kPackets:
-      return launch_dispatch_packets(params, context);
-    case DispatchPath::kDirect:
-      return launch_dispatch_direct(params, context);
-    case DispatchPath::kBulk:
-      return launch_dispatch_bulk(params, context);
-  }
-  return cudaErrorInvalidValue;
+  return launch_dispatch_step(p, context, launch_dispatch_bulk);
 }
 
 cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
-  const CombineKernelParams params = kernel_params(p, context);
-  if (p.low_precision) return launch_combine_fp8(params, context);
-  if (p.quantized != nullptr) return launch_combine_quantized(params, context);
-  switch (combine_path(p.workspace.geometry, p.tokens_per_rank)) {
-    case CombinePath::kPush:
-      return launch_combine_push(params, context);
-    case CombinePath::kDirect:
-      return launch_combine_direct(params, context);
-    case CombinePath::kBulk:
-      return launch_combine_bulk(params, context);
-  }
-  return cudaErrorInvalidValue;
+  return launch_combine_step(p, context, launch_combine_bulk);
 }
 
 }  // namespace moe_ep::cake

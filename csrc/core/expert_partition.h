@@ -25,6 +25,8 @@ class ExpertPartition {
         by_large_(small_ + 1),
         by_small_(small_ > 0 ? small_ : 1) {}
 
+  MOE_EP_HOST_DEVICE constexpr int32_t num_experts() const { return num_experts_; }
+
   MOE_EP_HOST_DEVICE constexpr ExpertRange of_rank(int32_t rank) const {
     const bool large = rank < num_large_;
     return {rank * small_ + (large ? rank : num_large_), small_ + (large ? 1 : 0)};

@@ -1,4 +1,5 @@
-// The numbers that size a workspace. They are the same on every rank of a group.
+// The numbers that size a workspace, and those of the layer that plays in it. They are the same on
+// every rank of a group.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,7 @@ struct Geometry {
   int32_t spans_gpus;                // 1: ranks may be on several GPUs. 0: they share one
   // 1: those tokens come back as packets, too. 0: only where that was measured to be faster.
   int32_t prefers_packets;
+  int32_t max_top_k;  // of the layers that take turns in the workspace; the others have room, too
 
   // Per rank; there is room for so many that come back as packets.
   MOE_EP_HOST_DEVICE constexpr int32_t push_slots() const {
@@ -30,16 +32,15 @@ struct Geometry {
   }
   // A token has at most one row on a rank, and at most one rank for each of its picks.
   MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
-    return ep_size < top_k ? ep_size : top_k;
+    return ep_size < max_top_k ? ep_size : max_top_k;
   }
   MOE_EP_HOST_DEVICE constexpr int64_t max_rows() const {
     return static_cast<int64_t>(ep_size) * max_tokens_per_rank;
   }
-  // Tells workspaces of different geometry apart.
+  // Tells workspaces of different layout apart: num_experts and top_k are a layer's alone.
   MOE_EP_HOST_DEVICE constexpr uint64_t fingerprint() const {
     const uint64_t fields[] = {static_cast<uint64_t>(ep_size),
-                               static_cast<uint64_t>(num_experts),
-                               static_cast<uint64_t>(top_k),
+                               static_cast<uint64_t>(max_top_k),
                                static_cast<uint64_t>(max_tokens_per_rank),
                                static_cast<uint64_t>(dispatch_bytes_per_token),
                                static_cast<uint64_t>(combine_bytes_per_token),

@@ -36,8 +36,8 @@ inline void pause_cpu() {
 // consistent pair (store flag, load sleepers) against (add sleepers, load flag) makes it impossible
 // that the signaller sees no sleeper and the sleeper does not see the flag.
 inline void signal(uint32_t* flag, uint32_t epoch, uint32_t* sleepers) {
-  SystemAtomic32(*flag).store(epoch, kSequential);
-  if (SystemAtomic32(*sleepers).load(kSequential) != 0) {
+  Atomic32(*flag).store(epoch, kSequential);
+  if (Atomic32(*sleepers).load(kSequential) != 0) {
     syscall(SYS_futex, flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 }
@@ -47,8 +47,8 @@ inline void signal(uint32_t* flag, uint32_t epoch, uint32_t* sleepers) {
 // the bell, looks at the words, and if nothing has changed, waits for the bell to reach one more
 // than it has read: what changed before the ring, it sees; what changes later, rings again.
 inline void ring(uint32_t* bell, uint32_t* sleepers) {
-  SystemAtomic32(*bell).fetch_add(1, kSequential);
-  if (SystemAtomic32(*sleepers).load(kSequential) != 0) {
+  Atomic32(*bell).fetch_add(1, kSequential);
+  if (Atomic32(*sleepers).load(kSequential) != 0) {
     syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 }
@@ -74,11 +74,11 @@ WaitResult wait(const uint32_t* flag, uint32_t epoch, uint32_t* sleepers, Deadli
     if (epoch_reached(seen, epoch)) return {WaitEnd::kReached, seen};
     i < kPauses ? pause_cpu() : static_cast<void>(sched_yield());
   }
-  SystemAtomic32 asleep(*sleepers);
+  Atomic32 asleep(*sleepers);
   asleep.fetch_add(1, kSequential);
   WaitResult result{WaitEnd::kTimeout, 0};
   for (;;) {
-    result.seen = SystemAtomic32(*const_cast<uint32_t*>(flag)).load(kSequential);
+    result.seen = Atomic32(*const_cast<uint32_t*>(flag)).load(kSequential);
     if (epoch_reached(result.seen, epoch)) {
       result.end = WaitEnd::kReached;
       break;

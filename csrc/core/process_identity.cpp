@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -21,10 +20,13 @@ struct ProcessStat {
   uint64_t started;
 };
 
-// nullopt where /proc does not say: it may be hidden, or not be there.
+// nullopt where /proc does not say: it may be hidden, or not be there, or go while it is read.
 std::optional<ProcessStat> stat_of(int64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string line{std::istreambuf_iterator<char>(file), {}};
+  // By `read`, which does not throw when the process ends now; an iterator over the buffer does.
+  char text[4096];
+  file.read(text, sizeof(text));
+  const std::string line(text, static_cast<size_t>(file.gcount()));
   // The second field is the program's name in parentheses, with any characters.
   const size_t name_end = line.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;

@@ -55,9 +55,4 @@ MOE_EP_HOST_DEVICE constexpr ScaleRow scale_row(ScaleLayout layout, int64_t row,
   return {first_tile + place, tile * 4};
 }
 
-MOE_EP_HOST_DEVICE constexpr int64_t scale_offset(ScaleLayout layout, int64_t row, int64_t block,
-                                                  int64_t num_blocks) {
-  return scale_row(layout, row, num_blocks).offset_of(block);
-}
-
 }  // namespace moe_ep

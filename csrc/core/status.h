@@ -15,6 +15,7 @@ enum class Missed : uint32_t {
   kPeerGaveUp,    // the peer itself has missed one
   kInterrupted,   // by a signal handler of this process
   kMasksDiffer,   // the peer's rank mask is not this rank's
+  kDestroyed,     // the peer's communication
 };
 
 // A wait on a peer that did not end well.
@@ -33,8 +34,9 @@ struct TimeoutRecord {
 
 // Expert ids outside [0, num_experts) that are not padding. Their slots send nothing.
 struct InvalidIdRecord {
-  uint32_t count;  // in the current round
-  int32_t token;   // of the first one
+  uint32_t count;       // in the current round
+  int32_t num_experts;  // of the layer that the first one was given to
+  int32_t token;        // of the first one
   int32_t slot;
   int64_t expert_id;
 };

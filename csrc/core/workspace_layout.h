@@ -14,7 +14,8 @@
 namespace moe_ep {
 
 // First bytes of a segment: private to its rank, peers never touch it. (On the CPU they read
-// `sleepers`, and how the rank is doing: `active`, `is_sending`, `timeout` and `process`.)
+// `sleepers`, and how the rank is doing: `active`, `is_sending`, `has_left`, `timeout` and
+// `process`.)
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
   // The workspace as this rank maps it: a clone of the tensor does not match.
@@ -30,6 +31,8 @@ struct ControlBlock {
   RankMask active;  // of the round in flight: combine must be called with the same
   // CPU: 1 while this rank is in a dispatch, and may write to those in `active`.
   uint32_t is_sending;
+  // CPU: 1 once this rank's communication was destroyed: it takes part in no further round.
+  uint32_t has_left;
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
   ProcessIdentity process;  // the rank's; on the CPU
@@ -51,9 +54,11 @@ struct alignas(16) RoundHeader {
   // Hash of what must be the same on all ranks: on CUDA all of it, on the CPU the rank mask.
   uint32_t signature;
   uint32_t dispatched;   // flag: epoch whose rows, ids, weights and header fields are in place
-  int32_t has_weights;   // must be the same on all ranks
-  int32_t has_stats;     // likewise
-  int32_t num_payloads;  // likewise
+  int16_t has_weights;   // must be the same on all ranks
+  int16_t has_stats;     // likewise
+  int16_t num_payloads;  // likewise
+  int16_t top_k;         // likewise: layers that share a workspace differ in it
+  int32_t num_experts;   // likewise
   uint32_t detailed;     // CUDA: flag: epoch whose fields below `dispatched` are in place
   int64_t row_bytes[kMaxPayloads];  // must be the same on all ranks
 };
@@ -159,7 +164,7 @@ struct PacketSlots {
   // Bytes of one slot.
   MOE_EP_HOST_DEVICE static constexpr uint64_t of_dispatch(const Geometry& g) {
     return bytes(max_payload_pitch(g) / kRowAlignment +
-                 2 * chunks_of_words(static_cast<uint64_t>(g.top_k)));
+                 2 * chunks_of_words(static_cast<uint64_t>(g.max_top_k)));
   }
   MOE_EP_HOST_DEVICE static constexpr uint64_t of_combine(const Geometry& g) {
     return bytes(row_pitch(g.combine_bytes_per_token) / kRowAlignment);
@@ -216,7 +221,7 @@ struct WorkspaceLayout {
   MOE_EP_HOST_DEVICE static constexpr WorkspaceLayout of(const Geometry& g) {
     const auto ranks = static_cast<uint64_t>(g.ep_size);
     const auto rows = static_cast<uint64_t>(g.max_rows());
-    const auto top_k = static_cast<uint64_t>(g.top_k);
+    const auto top_k = static_cast<uint64_t>(g.max_top_k);
     LayoutBuilder builder;
     WorkspaceLayout w;
     w.control = builder.take(sizeof(ControlBlock));

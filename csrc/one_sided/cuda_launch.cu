@@ -50,6 +50,8 @@ uint32_t signature_of(const DispatchParams& p) {
   uint32_t hash = mixed(1, static_cast<uint64_t>(p.tokens_per_rank));
   hash = mixed(hash, p.has_weights);
   hash = mixed(hash, p.eplb_local_stats != nullptr);
+  hash = mixed(hash, static_cast<uint64_t>(p.workspace.geometry.top_k));
+  hash = mixed(hash, static_cast<uint64_t>(p.workspace.geometry.num_experts));
   for (int32_t i = 0; i < p.num_payloads; ++i) {
     hash = mixed(hash, static_cast<uint64_t>(p.payloads[i].row_bytes));
   }

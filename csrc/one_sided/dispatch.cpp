@@ -106,7 +106,9 @@ RoundHeader header_of(const DispatchParams& p) {
   header.tokens_per_rank = p.tokens_per_rank;
   header.has_weights = p.has_weights;
   header.has_stats = p.eplb_local_stats != nullptr;
-  header.num_payloads = p.num_payloads;
+  header.num_payloads = static_cast<int16_t>(p.num_payloads);
+  header.top_k = static_cast<int16_t>(p.workspace.geometry.top_k);
+  header.num_experts = p.workspace.geometry.num_experts;
   for (int32_t i = 0; i < p.num_payloads; ++i) header.row_bytes[i] = p.payloads[i].row_bytes;
   return header;
 }

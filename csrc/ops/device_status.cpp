@@ -51,9 +51,7 @@ void RoundErrors::raise(const RankWorkspace& workspace) const {
     if (disagreement_->phase == Phase::kCombine) raise_combine_disagreement("");
     raise_dispatch_disagreement(disagreement_->headers, workspace.ep_size);
   }
-  if (invalid_id_.count != 0) {
-    raise_invalid_ids(invalid_id_, workspace.ep_rank, workspace.num_experts);
-  }
+  if (invalid_id_.count != 0) raise_invalid_ids(invalid_id_, workspace.ep_rank);
 }
 
 }  // namespace moe_ep::ops

@@ -19,7 +19,6 @@ struct RankWorkspace {
   const uint8_t* own_segment;  // begins with its ControlBlock
   int32_t ep_rank;
   int32_t ep_size;
-  int32_t num_experts;
   uint64_t fingerprint;  // of its geometry
 
   // View: a transport's WorkspaceView.
@@ -28,7 +27,6 @@ struct RankWorkspace {
       : own_segment(view.segment(view.ep_rank)),
         ep_rank(view.ep_rank),
         ep_size(view.geometry.ep_size),
-        num_experts(view.geometry.num_experts),
         fingerprint(view.geometry.fingerprint()) {}
 };
 

@@ -74,6 +74,8 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def(
       "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
       "-> ()");
+  // On the CPU: tells peers that wait for this rank that it comes to no further round.
+  m.def("leave(Tensor(a!) workspace, int ep_rank) -> ()");
   m.def("set_interrupt_check(int address) -> ()");
   m.def("active_rank_mask(int[] ranks, int ep_size) -> Tensor");
   // Where the library has kernels for CUDA: the compute capability that the code was compiled for

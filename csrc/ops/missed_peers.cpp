@@ -1,5 +1,7 @@
 #include "ops/missed_peers.h"
 
+#include <torch/csrc/stable/library.h>
+
 #include <chrono>
 #include <sstream>
 #include <thread>
@@ -54,6 +56,13 @@ std::string words_for_mask(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
        "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
 }
 
+// Of an initialised workspace of any transport.
+void leave_workspace(Tensor workspace, int64_t ep_rank) {
+  const auto bytes = static_cast<int64_t>(sizeof(ControlBlock));
+  const WorkspaceRows rows = workspace_rows(workspace, workspace.size(0), bytes, ep_rank);
+  leave(control_of(rows, ep_rank));
+}
+
 }  // namespace
 
 void raise_missed(const WorkspaceRows& workspace) {
@@ -61,5 +70,7 @@ void raise_missed(const WorkspaceRows& workspace) {
   if (record.first_why == Missed::kMasksDiffer) raise_masks(workspace);
   raise_timeout(record, workspace.ep_rank);
 }
+
+STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) { m.impl("leave", TORCH_BOX(&leave_workspace)); }
 
 }  // namespace moe_ep::ops

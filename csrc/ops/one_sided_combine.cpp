@@ -46,7 +46,7 @@ void run(const one_sided::CombineParams& p, ControlBlock& control) {
   const InvalidIdRecord invalid = control.invalid_id;
   control.invalid_id.count = 0;
   if (invalid.count == 0) return;
-  raise_invalid_ids(invalid, p.workspace.ep_rank, p.workspace.geometry.num_experts);
+  raise_invalid_ids(invalid, p.workspace.ep_rank);
 }
 
 Tensor combine(Tensor workspace, std::optional<Tensor> expert_output,

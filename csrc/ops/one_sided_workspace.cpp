@@ -62,7 +62,7 @@ void check_workspace(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
   if (control.timeout.recorded) raise_missed(rows_of(view));
   const InvalidIdRecord invalid = initialised_control(view).invalid_id;
   control.invalid_id.count = 0;
-  if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank, view.geometry.num_experts);
+  if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank);
 }
 
 // The process keeps nothing about a workspace in host memory besides the workspace itself.

@@ -7,9 +7,9 @@
 
 namespace moe_ep::ops {
 
-void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank, int32_t num_experts) {
+void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank) {
   fail("MoEEpInputError", "rank ", ep_rank, " passed ", record.count, " expert id(s) outside [0, ",
-       num_experts, "), the first at token ", record.token, ", slot ", record.slot, ": ",
+       record.num_experts, "), the first at token ", record.token, ", slot ", record.slot, ": ",
        record.expert_id,
        ". These slots were skipped. Use a negative id or invalid_expert_id for padding.");
 }
@@ -25,6 +25,8 @@ const char* words_for(Missed why) {
   switch (why) {
     case Missed::kProcessEnded:
       return "whose process has ended";
+    case Missed::kDestroyed:
+      return "whose communication was destroyed";
     case Missed::kInterrupted:
       return "where a signal handler ended its wait";
     default:
@@ -55,6 +57,9 @@ void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
   switch (record.why) {
     case Missed::kProcessEnded:
       found << ", whose process has ended.";
+      break;
+    case Missed::kDestroyed:
+      found << ", whose communication was destroyed.";
       break;
     case Missed::kPeerGaveUp:
       found << ", which has given up itself because of rank " << record.first_missed << ", "
@@ -87,9 +92,11 @@ void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {
           << ", topk_weights " << (header.has_weights ? "given" : "None") << ", eplb_local_stats "
           << (header.has_stats ? "given" : "None") << ", payload row bytes";
     for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
+    table << ", num_experts=" << header.num_experts << ", top_k=" << header.top_k;
   }
   fail("MoEEpDisagreementError",
-       "the ranks called dispatch with different arguments; no data was delivered. "
+       "the ranks called dispatch with different arguments; no data was delivered. All must call "
+       "the same layer, and "
        "runtime_max_tokens_per_rank, the row widths and whether topk_weights and eplb_local_stats "
        "are given must be the same on all ranks:",
        table.str());

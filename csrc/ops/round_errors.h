@@ -11,8 +11,7 @@
 namespace moe_ep::ops {
 
 // MoEEpInputError; record.count must not be 0.
-[[noreturn]] void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank,
-                                    int32_t num_experts);
+[[noreturn]] void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank);
 [[noreturn]] void raise_timeout(const TimeoutRecord& record, int32_t ep_rank);
 // For every call after that one.
 [[noreturn]] void raise_timed_out_earlier(const TimeoutRecord& record);

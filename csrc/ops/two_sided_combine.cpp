@@ -52,7 +52,7 @@ void raise_recorded_ids(const two_sided::WorkspaceView& workspace) {
   const InvalidIdRecord invalid = control.invalid_id;
   control.invalid_id.count = 0;
   if (invalid.count == 0) return;
-  raise_invalid_ids(invalid, workspace.ep_rank, workspace.geometry.num_experts);
+  raise_invalid_ids(invalid, workspace.ep_rank);
 }
 
 Tensor two_sided_combine(Tensor workspace, Tensor expert_output, Tensor send_tokens,

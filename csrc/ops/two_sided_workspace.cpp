@@ -24,7 +24,7 @@ void two_sided_check(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
   if (control.timeout.recorded) raise_missed(rows_of(view));
   const InvalidIdRecord invalid = initialised_control(view).invalid_id;
   control.invalid_id.count = 0;
-  if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank, view.geometry.num_experts);
+  if (invalid.count != 0) raise_invalid_ids(invalid, view.ep_rank);
 }
 
 // Nothing is kept about a workspace on the CPU.

@@ -48,6 +48,8 @@ class Agreement {
       header.has_weights = round.has_weights;
       header.has_stats = round.has_stats;
       header.num_payloads = round.num_payloads;
+      header.top_k = round.top_k;
+      header.num_experts = round.num_experts;
       header.signature = signature_of(how_.active);
       std::copy_n(round.row_bytes, kMaxPayloads, header.row_bytes);
       signal(&header.dispatched, control_.epoch, &segment.control().sleepers);

@@ -1,6 +1,6 @@
 // What a rank that waits long may see of its peers: a round that they have begun with another mask,
-// a wait that they have given up, the end of their process. All of it is in the control block of
-// the peer, which is read only, and only now and then.
+// a wait that they have given up, that they have left, the end of their process. All of it is in
+// the control block of the peer, which is read only, and only now and then.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ class Sending {
   Sending& operator=(const Sending&) = delete;
 
  private:
-  SystemAtomic32 word_;
+  Atomic32 word_;
 };
 
 // A rank first says with whom it begins a round, and then looks at what the others say, before it
@@ -44,7 +44,7 @@ inline void begin_round(ControlBlock& control, const RankMask& active) {
   for (int32_t i = 0; i < rank_mask_words(kMaxEpSize); ++i) {
     MaskWord(control.active.words[i]).store(active.words[i]);
   }
-  SystemAtomic32(control.epoch).store(control.epoch + 1, kSequential);
+  Atomic32(control.epoch).store(control.epoch + 1, kSequential);
 }
 
 // With whom a rank has begun its last round; empty before the first.
@@ -64,10 +64,12 @@ inline bool excludes(ControlBlock& peer, int32_t peer_rank, int32_t own_rank) {
 
 // Whether a rank that this one has masked off may be writing into its memory.
 inline bool intrudes(ControlBlock& masked, int32_t own_rank) {
-  return SystemAtomic32(masked.is_sending).load(kSequential) != 0 &&
-         mask_of(masked).contains(own_rank) && load_acquire(&masked.timeout.recorded) == 0 &&
-         !has_ended(masked.process);
+  return Atomic32(masked.is_sending).load(kSequential) != 0 && mask_of(masked).contains(own_rank) &&
+         load_acquire(&masked.timeout.recorded) == 0 && !has_ended(masked.process);
 }
+
+// Tells peers that wait for this rank, or will, that it comes to no further round.
+inline void leave(ControlBlock& control) { store_release(&control.has_left, 1); }
 
 // What headers carry of a mask. Up to 32 ranks it is the mask.
 inline uint32_t signature_of(const RankMask& mask) {
@@ -84,6 +86,9 @@ inline std::optional<Obstacle> obstacle_of(ControlBlock& peer, int32_t peer_rank
                                            int32_t own_rank) {
   if (load_acquire(&peer.timeout.recorded) != 0) {
     return Obstacle{Missed::kPeerGaveUp, peer.timeout.first_missed, peer.timeout.first_why};
+  }
+  if (load_acquire(&peer.has_left) != 0) {
+    return Obstacle{Missed::kDestroyed, peer_rank, Missed::kDestroyed};
   }
   if (has_ended(peer.process)) {
     return Obstacle{Missed::kProcessEnded, peer_rank, Missed::kProcessEnded};

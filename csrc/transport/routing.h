@@ -47,6 +47,7 @@ class TokenRouter {
           record->token = token;
           record->slot = slot;
           record->expert_id = expert;
+          record->num_experts = partition_.num_experts();
         }
       }
     }

@@ -11,7 +11,8 @@ namespace moe_ep {
 
 MOE_EP_HOST_DEVICE inline bool same_round(const RoundHeader& a, const RoundHeader& b) {
   bool same = a.tokens_per_rank == b.tokens_per_rank && a.has_weights == b.has_weights &&
-              a.has_stats == b.has_stats && a.num_payloads == b.num_payloads;
+              a.has_stats == b.has_stats && a.num_payloads == b.num_payloads &&
+              a.top_k == b.top_k && a.num_experts == b.num_experts;
   for (int32_t i = 0; i < kMaxPayloads; ++i) same = same && a.row_bytes[i] == b.row_bytes[i];
   return same;
 }

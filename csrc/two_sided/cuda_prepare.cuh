@@ -48,7 +48,9 @@ __device__ inline void send_header(const PrepareKernelParams& p, int32_t rank, i
   header.tokens_per_rank = p.call.tokens_per_rank;
   header.has_weights = p.call.has_weights;
   header.has_stats = 0;
-  header.num_payloads = p.call.fields.num_fields;
+  header.num_payloads = static_cast<int16_t>(p.call.fields.num_fields);
+  header.top_k = static_cast<int16_t>(p.call.workspace.geometry.top_k);
+  header.num_experts = p.call.workspace.geometry.num_experts;
   for (int32_t i = 0; i < kMaxPayloads; ++i) {
     header.row_bytes[i] = i < p.call.fields.num_fields ? p.call.fields.row_bytes[i] : 0;
   }

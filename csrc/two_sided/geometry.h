@@ -1,4 +1,5 @@
-// The numbers that size a two-sided workspace. They are the same on every rank of a group.
+// The numbers that size a two-sided workspace, and those of the layer that plays in it. They are
+// the same on every rank of a group.
 #pragma once
 
 #include <bit>
@@ -28,14 +29,12 @@ struct Geometry {
   MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
     return ep_size < top_k ? ep_size : top_k;
   }
-  // Tells workspaces of different geometry apart, also from those of other transports.
+  // Tells workspaces of different layout apart, also from those of other transports: the numbers of
+  // experts, picks and tokens are a layer's alone.
   MOE_EP_HOST_DEVICE constexpr uint64_t fingerprint() const {
     constexpr uint64_t kTwoSided = 2;
     const uint64_t fields[] = {kTwoSided,
                                static_cast<uint64_t>(ep_size),
-                               static_cast<uint64_t>(num_experts),
-                               static_cast<uint64_t>(top_k),
-                               static_cast<uint64_t>(max_tokens_per_rank),
                                static_cast<uint64_t>(num_slots),
                                static_cast<uint64_t>(slot_bytes),
                                static_cast<uint64_t>(num_channels),

@@ -45,8 +45,8 @@ struct FifoLayout {
   Region tails;
   Region send_counts;  // [ep_size] int32, rows for each rank in the round in flight; private
   Region recv_counts;  // [ep_size] int32, rows from each rank; private
-  // CUDA, see TokenBlocks: [ep_size, num_channels + 1] int32. Row s of the first is written by rank
-  // s, in prepare; the others are private.
+  // CUDA, see token_at_bound: [ep_size, num_channels + 1] int32. Row s of the first is written by
+  // rank s, in prepare; the others are private.
   Region row_bounds;
   Region recv_bounds;  // row_bounds, where no peer writes while it is read
   Region send_bounds;

@@ -47,7 +47,9 @@ RoundHeader header_of(const PrepareParams& p) {
   RoundHeader header{};
   header.tokens_per_rank = p.tokens_per_rank;
   header.has_weights = p.has_weights;
-  header.num_payloads = p.fields.num_fields;
+  header.num_payloads = static_cast<int16_t>(p.fields.num_fields);
+  header.top_k = static_cast<int16_t>(p.workspace.geometry.top_k);
+  header.num_experts = p.workspace.geometry.num_experts;
   std::copy_n(p.fields.row_bytes, p.fields.num_fields, header.row_bytes);
   return header;
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from moe_ep.config import CommunicationConfig
-from moe_ep.one_sided.settings import check_settings
+from moe_ep.one_sided.config import OneSidedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class CakeAlltoAllConfig(CommunicationConfig):
+class CakeAlltoAllConfig(OneSidedConfig):
     """Settings of the cake backend, besides those of every backend.
 
     extra_payload_bytes_per_token: bytes by which a torch.uint8 row given to dispatch may exceed
@@ -28,13 +27,3 @@ class CakeAlltoAllConfig(CommunicationConfig):
     """
 
     backend_name: ClassVar[str] = "cake"
-
-    extra_payload_bytes_per_token: int = 0
-    eplb_stats_num_experts: int = 0
-    enable_rank_mask: bool = False
-    use_low_precision_combine: bool = False
-    enable_pdl: bool | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_settings(self)

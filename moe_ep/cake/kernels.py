@@ -13,6 +13,8 @@ On CUDA all other tensors are on the workspace's device, and calls run on torch'
 wait for nothing, except where they say so. Whether dispatch and combine alternate, and whether both
 get the same sizes, is up to the caller there. A geometry with `low_latency_tokens` of
 `_native.low_latency_tokens(ep_size, top_k, max_tokens_per_rank)` has the fast way for few tokens.
+Layers of several `num_experts` and `top_k` take turns, a round each, in a workspace of geometries
+that differ in nothing else and have one `max_top_k`.
 """
 
 from __future__ import annotations

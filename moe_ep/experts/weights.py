@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
+from moe_ep.checks import check_type
 from moe_ep.collectives import CommBackend
+from moe_ep.config import require_int_in_range
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.experts.kernel import SplitKernel
 
@@ -35,9 +37,17 @@ class MoEWeightPack:
 
 @torch.no_grad()
 def load_own(kernel: SplitKernel, own: Mapping[str, Tensor]) -> None:
-    """Copy a rank's own experts into the kernel. Raises KeyError and MoEEpConfigError."""
-    for name, parameter in _named(kernel, own, "weights").items():
-        _require_shape(f"{name!r}", own[name], list(parameter.shape), "the rank's own experts")
+    """Copy a rank's own experts into the kernel. Raises KeyError, TypeError, MoEEpConfigError."""
+    needed = _named(kernel, own, "weights")
+    surplus = [repr(name) for name in own if name not in needed]
+    if surplus:
+        raise MoEEpConfigError(
+            f"weights has {', '.join(surplus)}, which the experts have no place for: they take "
+            f"{', '.join(needed)}. Leave them out, or set the kernel's config to have them."
+        )
+    for name, parameter in needed.items():
+        _require_fit(name, own[name], parameter, list(parameter.shape), "the rank's own experts")
+    for name, parameter in needed.items():
         parameter.copy_(own[name])
 
 
@@ -46,11 +56,13 @@ def load_full(kernel: SplitKernel, full: Mapping[str, Tensor], prefix: str) -> N
     """Copy the rank's share of all experts into the kernel; see MoEEpLayer.load_full_state_dict."""
     num_experts = kernel.params.num_experts
     first, count = kernel.first_local_expert, kernel.num_local_experts
-    for name, parameter in _named(kernel, full, "state_dict", prefix).items():
-        value = full[prefix + name]
+    needed = _named(kernel, full, "state_dict", prefix)
+    for name, parameter in needed.items():
         shape = [num_experts, *parameter.shape[1:]]
-        _require_shape(f"{prefix + name!r}", value, shape, f"all {num_experts} experts")
-        parameter.copy_(value[first : first + count])
+        whose = f"all {num_experts} experts"
+        _require_fit(prefix + name, full[prefix + name], parameter, shape, whose)
+    for name, parameter in needed.items():
+        parameter.copy_(full[prefix + name][first : first + count])
 
 
 @torch.no_grad()
@@ -58,6 +70,8 @@ def gather_full(
     kernel: SplitKernel, comm: CommBackend, prefix: str, only_rank: int | None
 ) -> dict[str, Tensor] | None:
     """Return all experts' weights; see MoEEpLayer.full_state_dict. Collective."""
+    if only_rank is not None:
+        require_int_in_range("only_rank", only_rank, 0, comm.get_size() - 1)
     wanted = only_rank is None or only_rank == comm.get_rank()
     full = {}
     for name, parameter in kernel.named_parameters():
@@ -82,6 +96,16 @@ def _named(
     return needed
 
 
-def _require_shape(name: str, value: Tensor, shape: list[int], whose: str) -> None:
+def _require_fit(
+    name: str, value: Tensor, parameter: nn.Parameter, shape: list[int], whose: str
+) -> None:
+    check_type(repr(name), value, Tensor)
+    # Of one byte would be quantised numbers, which mean nothing without their scales.
+    is_number = value.is_floating_point() and value.element_size() >= 2
+    if not is_number and value.dtype != parameter.dtype:
+        raise TypeError(
+            f"{name!r} must be floating, of 2 bytes or more, or {parameter.dtype} as the experts' "
+            f"own, got {value.dtype}."
+        )
     if list(value.shape) != shape:
-        raise MoEEpConfigError(f"{name} must be {shape}, of {whose}, got {list(value.shape)}.")
+        raise MoEEpConfigError(f"{name!r} must be {shape}, of {whose}, got {list(value.shape)}.")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from moe_ep._native import MAX_PACKET_TOKENS
-from moe_ep.config import CommunicationConfig, require_int_in_range
+from moe_ep.config import require_int_in_range
 from moe_ep.errors import MoEEpConfigError
-from moe_ep.one_sided.settings import check_settings, require_bool_or_none
+from moe_ep.one_sided.config import OneSidedConfig, PacketSteps, require_bool_or_none
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVLinkOneSidedConfig(CommunicationConfig):
+class NVLinkOneSidedConfig(OneSidedConfig):
     """Settings of the nvlink_one_sided backend, besides those of every backend.
 
     extra_payload_bytes_per_token, eplb_stats_num_experts: as in CakeAlltoAllConfig.
@@ -30,17 +30,11 @@ class NVLinkOneSidedConfig(CommunicationConfig):
 
     backend_name: ClassVar[str] = "nvlink_one_sided"
 
-    extra_payload_bytes_per_token: int = 0
-    eplb_stats_num_experts: int = 0
-    enable_rank_mask: bool = False
-    use_low_precision_combine: bool = False
-    enable_pdl: bool | None = field(default=None, compare=False)
     lamport: bool | None = None
     lamport_max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_settings(self)
         require_bool_or_none("lamport", self.lamport)
         if self.lamport_max_tokens is None:
             return
@@ -51,3 +45,13 @@ class NVLinkOneSidedConfig(CommunicationConfig):
                 f"{self.lamport_max_tokens}: no step goes over the Lamport transport then. Leave "
                 "lamport_max_tokens out, or set lamport to None or True."
             )
+
+    def _packet_steps(self, ep_size: int, top_k: int, max_tokens_per_rank: int) -> PacketSteps:
+        """Return those that go over the Lamport transport."""
+        if self.lamport is False:
+            return PacketSteps(0)
+        limit = self.lamport_max_tokens
+        if self.lamport is None and limit is None:
+            return super()._packet_steps(ep_size, top_k, max_tokens_per_rank)
+        max_tokens = min(MAX_PACKET_TOKENS if limit is None else limit, max_tokens_per_rank)
+        return PacketSteps(max_tokens, always=self.lamport is True)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ep import _native, shared_gpus
+from moe_ep import _native, cuda_support, shared_gpus
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.nvlink_two_sided.config import NVLinkTwoSidedConfig
-from moe_ep.nvlink_two_sided.places import geometry_of, join_workspace, reason_against
+from moe_ep.nvlink_two_sided.workspace import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.sharing import memory_kind
@@ -34,8 +34,8 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
     ordinary tensors of the round, which stay valid as long as they are kept. It takes no
     `active_rank_mask`: a round needs all ranks.
 
-    Objects of the same group, sizes, device and stream share one workspace and take turns, as those
-    of CakeAlltoAll do.
+    Objects of the same group, sizes or `arena`, device and stream share one workspace and take
+    turns, as those of CakeAlltoAll do.
     """
 
     config_type = NVLinkTwoSidedConfig
@@ -43,11 +43,12 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
     supports_torch_compile = True
     _has_graph_ops = True
     one_host_only = True
+    _min_capability = (8, 0)  # the first with reductions over a warp
 
     @classmethod
     def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
         """Return why it cannot run on `device` of this machine, None if it can. No collective."""
-        return reason_against(device)
+        return cuda_support.reason_against(cls.backend_name, cls._min_capability, device)
 
     @classmethod
     def estimate_workspace_bytes(

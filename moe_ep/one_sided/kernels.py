@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ep import _native
 from moe_ep._native import Geometry
+from moe_ep.checks import check_type
 from moe_ep.errors import MoEEpConfigError, raise_typed_errors
 from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.one_sided.ops import OneSidedOps
@@ -133,8 +134,12 @@ class OneSidedKernels:
                 f"{list(expert_output.shape)}."
             )
         rows, hidden_size = expert_output.shape
-        if output_dtype is not None:
-            check_quantization(output_dtype, output_scalar_scale)
+        check_type("sf_layout", sf_layout, ScaleLayout)
+        if output_dtype is None:
+            _check_unquantised(output_scales, output_scalar_scale, sf_layout)
+        else:
+            names = ("output_dtype", "output_scalar_scale")
+            check_quantization(output_dtype, output_scalar_scale, names)
             _check_output_scales(
                 output_scales, scale_shape(output_dtype, num_tokens, hidden_size, sf_layout)
             )
@@ -175,9 +180,28 @@ class OneSidedKernels:
             self.ops.check(workspace, geometry.fields(), ep_rank)
 
 
+def _check_unquantised(scales: Tensor | None, scalar_scale: float, layout: ScaleLayout) -> None:
+    given = {
+        "output_scales must be None": None if scales is None else f"a {type(scales).__name__}",
+        "output_scalar_scale must be 1.0": None if scalar_scale == 1.0 else scalar_scale,
+        "sf_layout must be LINEAR": None if layout is ScaleLayout.LINEAR else layout.name,
+    }
+    for wanted, got in given.items():
+        if got is not None:
+            raise MoEEpConfigError(
+                f"{wanted} without an output_dtype, where nothing is quantised, got {got}."
+            )
+
+
 def _check_output_scales(output_scales: Tensor | None, shape: tuple[int, int]) -> None:
     if output_scales is None:
         return
+    check_type("output_scales", output_scales, Tensor)
+    if not output_scales.is_contiguous():
+        raise MoEEpConfigError(
+            f"output_scales must be contiguous, got strides {list(output_scales.stride())} for "
+            f"shape {list(output_scales.shape)}."
+        )
     wanted = shape[0] * shape[1]
     if output_scales.dtype != torch.uint8 or output_scales.numel() != wanted:
         raise MoEEpConfigError(

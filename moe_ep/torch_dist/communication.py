@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
+from moe_ep.cuda_support import reason_of_absence
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpInputError
 from moe_ep.params import MoEEpCommParams
@@ -53,6 +54,11 @@ class TorchDistAlltoAll(MoEEpCommunication):
     config_type = TorchDistConfig
     supports_cuda_graph = True
 
+    @classmethod
+    def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
+        """Return why there is no `device` on this machine, None if there is. No collective."""
+        return reason_of_absence(cls.backend_name, device)
+
     def __init__(
         self,
         bootstrap: BootstrapConfig,
@@ -81,10 +87,6 @@ class TorchDistAlltoAll(MoEEpCommunication):
             self._transport, self._owners, self.ep_size, params.invalid_expert_id
         )
         self._input_error: str | None = None
-        # Here and not as decorators: disable() imports dynamo, which would make the import of the
-        # package a second longer.
-        for name in ("_dispatch", "_combine"):
-            setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
     def _dispatch(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_ep.collectives import by_rank
-from moe_ep.errors import MoEEpConfigError
+from moe_ep.errors import MoEEpDisagreementError
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def unpack_headers(words: Tensor) -> tuple[list[int], list[RoundHeader], Tensor]
 
 
 def require_agreement(headers: list[RoundHeader]) -> None:
-    """Raise MoEEpConfigError with every rank's values where the ranks disagree about the round."""
+    """Raise MoEEpDisagreementError with every rank's values where they disagree about the round."""
     disagreements = []
     for field, name in _MUST_AGREE.items():
         given = {rank: getattr(header, field) for rank, header in enumerate(headers)}
@@ -71,7 +71,7 @@ def require_agreement(headers: list[RoundHeader]) -> None:
                 given = {rank: "yes" if value else "no" for rank, value in given.items()}
             disagreements.append(f"{name}: {by_rank(given)}")
     if disagreements:
-        raise MoEEpConfigError(
+        raise MoEEpDisagreementError(
             f"the ranks disagree about this round: {' | '.join(disagreements)}. "
             "Nothing was exchanged; pass equal values on all ranks."
         )

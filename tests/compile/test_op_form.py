@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpDispatchResult, create_communication
 from moe_ep.cake import kernels
+from moe_ep.one_sided.communication import OneSidedAlltoAll
 from tests.backends import ALL, one_sided_names
 from tests.compile.graph_memory import WatchedGraphs
 from tests.conftest import RunOnRanks
@@ -149,10 +150,10 @@ def a_clone_of_the_workspace(context: RankContext, backend: str) -> str:
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
     with create_communication(context.bootstrap(), params, backend) as comm:
         x, ids, _ = inputs(context.rank, 4)
-        exchange = comm._exchange  # type: ignore[attr-defined]
-        what = (ids, None, [x], None, None, exchange.geometry, comm.ep_rank, -1, CAPACITY, 20)
+        assert isinstance(comm, OneSidedAlltoAll)
+        what = (ids, None, [x], None, None, comm._geometry, comm.ep_rank, -1, CAPACITY, 20)
         try:
-            exchange.ops.dispatch(exchange.workspace.clone(), *what)
+            comm._ops.dispatch(comm._workspace.clone(), *what)
         except RuntimeError as exc:
             return str(exc)
         return "accepted"

@@ -194,6 +194,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.tensor([1, 3], dtype=torch.int32),
         -1,
     ),
+    "leave": lambda: (workspace(), 0),
     "active_rank_mask": lambda: ([0, 65], 70),
     "round_dispatch": lambda: round_arguments("dispatch"),
     "round_combine": lambda: round_arguments("combine"),

@@ -65,9 +65,7 @@ class Rank:
 def _geometry(context: RankContext, backend: Backend) -> Geometry:
     """As if on several GPUs: then small steps are pushed."""
     device = torch.device(context.device)
-    config = backend.communication.config_type()
-    geometry: Geometry = backend.places.geometry_of(PARAMS, SIZE, config, device, spans_gpus=True)
-    return geometry
+    return backend.geometry_of(PARAMS, SIZE, device, spans_gpus=True)
 
 
 def play_rounds(

@@ -46,11 +46,10 @@ def play_shapes(
     """Body: play every shape with other numbers of tokens; return how many rounds that were."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
     all_shapes = list(shapes(hidden_sizes, most_tokens))
-    tested = named(backend)
-    geometry_of, config = tested.places.geometry_of, tested.communication.config_type()
+    geometry_of = named(backend).geometry_of
     # Combine pushes what it would pull on one GPU; both work there.
     geometries = [
-        geometry_of(params, size, config, device, spans_gpus=not share_a_gpu or shape % 2 == 1)
+        geometry_of(params, size, device, spans_gpus=not share_a_gpu or shape % 2 == 1)
         for shape, params in enumerate(all_shapes)
     ]
     played = 0

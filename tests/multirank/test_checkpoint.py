@@ -1,8 +1,13 @@
-"""Does the memory go and come back between rounds, at the same addresses, on all ranks or none?"""
+"""Does the memory go and come back between rounds, at the same addresses, on all ranks or none?
+
+MOE_EP_CHECKPOINTS sets how often it goes and comes back in a row, 50 by default; `pytest -s` prints
+what is left of that. 1000 take some minutes.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +44,7 @@ from tests.rounds import Played, Round, check, check_all, create, play_round, ra
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 8, 40)
+CHECKPOINTS = int(os.environ.get("MOE_EP_CHECKPOINTS", "50"))
 COUNTS = (5, 0, 8)
 ROUNDS = [random_round(PARAMS, COUNTS, seed) for seed in range(3)]
 with_memory = on_each(having="workspace")
@@ -161,18 +167,21 @@ def live_through_checkpoints(
 
 
 @with_memory
-def test_50_checkpoints_leave_descriptors_mappings_and_memory_where_they_were(
+@pytest.mark.timeout(60 + 2 * CHECKPOINTS)
+def test_many_checkpoints_leave_descriptors_mappings_and_memory_where_they_were(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     results = ranks(
         2,
         live_through_checkpoints,
         device=device,
-        seconds=90,
+        seconds=40 + 2 * CHECKPOINTS,
         backend=backend.name,
-        cycles=50,
+        cycles=CHECKPOINTS,
         one=random_round(PARAMS, (5, 8), seed=1),
     )
+    more = max(memory for (_, _, memory, _), _ in results)
+    print(f"\n{backend}: {CHECKPOINTS} checkpoints; bytes more in use: {more}")
     for (descriptors, mappings, memory, on_device), _ in results:
         assert (descriptors, mappings) == (0, 0)
         assert memory < (2 if device == CPU else 16) * 2**20

@@ -13,6 +13,7 @@ from moe_ep import (
     MoEEpCommParams,
     MoEEpCommunication,
     MoEEpConfigError,
+    MoEEpDisagreementError,
     MoEEpStateError,
     QuantFormat,
 )
@@ -187,7 +188,7 @@ def expect_disagreement(
     )
     for problems, _ in results:
         for problem in problems:
-            expect(problem, MoEEpConfigError, words)
+            expect(problem, MoEEpDisagreementError, words)
     check_all(params, rounds, [played for _, played in results])
 
 
@@ -240,5 +241,5 @@ def test_rows_of_different_widths_are_refused_on_all_ranks(
     one = random_round(PARAMS, (3, 2), seed=6)
     results = ranks(2, dispatch_wide_rows, device=device, backend=backend.name, one=one)
     for (problem,), _ in results:
-        expect(problem, MoEEpConfigError, ["32", "33"])
+        expect(problem, MoEEpDisagreementError, ["32", "33"])
     check_all(PARAMS, [one], [played for _, played in results])

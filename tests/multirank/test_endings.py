@@ -26,16 +26,17 @@ from moe_ep import (
     MoEEpTimeoutError,
     create_communication,
 )
-from tests.backends import Backend, every_backend, on_the_cpu
+from tests.backends import Backend, every_backend, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
 from tests.problems import expect, problem_of
 from tests.ranks import RankContext
 from tests.ranks.devices import CPU
-from tests.rounds import play_round, random_round
+from tests.rounds import Round, play_round, random_round
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(6, 2, 16, 64)
 ONE = random_round(PARAMS, (5, 16), seed=1)
+THREE = random_round(PARAMS, (5, 16, 0), seed=2)
 KEPT: list[Any] = []
 
 
@@ -44,9 +45,9 @@ def new_communication(context: RankContext, backend: str) -> MoEEpCommunication:
     return create_communication(bootstrap, PARAMS, backend, timeout_sec=3)
 
 
-def dispatch(communication: MoEEpCommunication) -> torch.Tensor:
+def dispatch(communication: MoEEpCommunication, one: Round = ONE) -> torch.Tensor:
     rank, device = communication.ep_rank, communication.device
-    given = ONE.hidden_states[rank].to(device), ONE.topk_ids[rank].to(device)
+    given = one.hidden_states[rank].to(device), one.topk_ids[rank].to(device)
     return communication.dispatch(*given).hidden_states
 
 
@@ -121,6 +122,47 @@ def fail_in_a_round(context: RankContext, backend: str) -> None:
         expect(problem, MoEEpTimeoutError, ["rank 0"])
 
 
+def leave_early(
+    context: RankContext, backend: str, shared: bool, in_round: bool
+) -> tuple[Any, float] | None:
+    """Body: rank 1 destroys its communication where the others go on; return what they get, and
+    how long it took.
+
+    shared: another object, which stays, has the same workspace.
+    """
+    of_this = context.bootstrap(), PARAMS, backend
+    communication = create_communication(*of_this, timeout_sec=60)
+    other = create_communication(*of_this) if shared else None
+    play_round(communication, THREE)
+    received = dispatch(communication, THREE) if in_round else torch.empty(0)
+    if context.rank == 1:
+        communication.destroy()
+        context.barrier()
+        assert (other is not None) == shared  # still there
+        return None
+    started = time.monotonic()
+    missed = problem_of(
+        lambda: finish(communication, received if in_round else dispatch(communication, THREE))
+    )
+    seconds = time.monotonic() - started
+    context.barrier()  # it still runs
+    return missed, seconds
+
+
+@on_each(having="workspace", devices=(CPU,))  # a kernel does not see what a host does
+@pytest.mark.parametrize(("shared", "in_round"), [(False, False), (False, True), (True, True)])
+def test_a_rank_that_destroys_its_communication_is_missed_at_once(
+    ranks: RunOnRanks, backend: Backend, device: str, shared: bool, in_round: bool
+) -> None:
+    results = ranks(
+        3, leave_early, device=device, backend=backend.name, shared=shared, in_round=in_round
+    )
+    for rank in (0, 2):
+        missed, seconds = results[rank]
+        expect(missed, MoEEpTimeoutError, ["rank 1", "communication was destroyed"])
+        assert seconds < 20
+
+
 def finish(communication: MoEEpCommunication, received: torch.Tensor) -> None:
     communication.combine(torch.zeros_like(received))
     communication.check()
@@ -142,6 +184,8 @@ def fork_in_between(context: RankContext, backend: str) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
+    if context.rank == 0:
+        time.sleep(0.3)  # rank 1 looks around what became of it
     play_round(communication, ONE)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import MoEEpCommParams, MoEEpConfigError, QuantFormat
+from moe_ep.one_sided.communication import OneSidedAlltoAll
 from moe_ep.quantization import BLOCK_FORMATS, ScaleLayout, quantize_rows
 from moe_ep.reference import evaluate_experts, reference_combine, reference_dispatch
 from tests.backends import Backend, named, on_each
@@ -68,7 +69,9 @@ def quantised_sums(
     """Body: a round whose sums are quantised; the experts' rows are parts of wider ones."""
     rank = context.rank
     with create(context, params, backend, **options) as communication:
-        exchange, kernels = communication._exchange, named(backend).kernels  # type: ignore[attr-defined]
+        assert isinstance(communication, OneSidedAlltoAll)
+        where = (communication._workspace, communication._layout, rank)
+        kernels = named(backend).kernels
         ids, rows = (
             given[rank].to(communication.device) for given in (one.topk_ids, one.hidden_states)
         )
@@ -76,15 +79,13 @@ def quantised_sums(
         wide = torch.full((len(partial[rank]), params.hidden_size + 3), float("nan"))
         wide[:, : params.hidden_size] = partial[rank]
         pair = kernels.combine(
-            exchange.workspace,
-            exchange.layout,
-            rank,
+            *where,
             wide.to(communication.device, params.token_dtype)[:, : params.hidden_size],
             len(ids),
             **how,
             **options,
         )
-        kernels.check(exchange.workspace, exchange.layout, rank)
+        kernels.check(*where)
         assert isinstance(pair, tuple)
         return pair[0].cpu(), pair[1].cpu()
 

@@ -13,17 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ep import (
-    MoEEpCommParams,
-    MoEEpConfigError,
-    MoEEpStateError,
-    MoEEpTimeoutError,
-)
+from moe_ep import MoEEpCommParams, MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError
+from moe_ep.collectives import SingleRankComm
 from tests.backends import Backend, on_each
 from tests.conftest import RunOnRanks
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
 from tests.ranks.devices import CPU, ONE_GPU
+from tests.ranks.members import MembersComm
 from tests.rounds import Played, Round, check, create, play_round, random_round, settled
 
 pytestmark = pytest.mark.multirank
@@ -40,15 +37,6 @@ def masked_round(active: Sequence[int], size: int, seed: int) -> Round:
     return replace(one, active_ranks=list(active), mask_on_device=seed % 3 == 0)
 
 
-def subgroup(context: RankContext, members: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of some of the ranks. Collective over these alone."""
-    assert context.group is not None
-    of_group = dist.get_process_group_ranks(context.group)
-    group = dist.new_group([of_group[rank] for rank in members], use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 Step = tuple[str, Sequence[int]]  # ("rounds", those that are active) or ("anew", those that are in)
 
 
@@ -60,8 +48,10 @@ def follow(
     with create(context, PARAMS, backend, timeout_sec=10, enable_rank_mask=True) as communication:
         for index, (kind, ranks) in enumerate(steps):
             if kind == "anew" and context.rank in ranks:
+                assert context.group is not None
                 whole = len(ranks) == context.size
-                communication.reinitialize(None if whole else subgroup(context, ranks))
+                some = MembersComm(context.group, ranks, tag=1)
+                communication.reinitialize(None if whole else some)
             for number in range(rounds_a_step if kind == "rounds" else 0):
                 one = masked_round(ranks, context.size, index * rounds_a_step + number)
                 is_in = context.rank in ranks
@@ -265,8 +255,7 @@ def test_a_round_that_is_open_is_dropped(ranks: RunOnRanks, backend: Backend, de
 def misuse(context: RankContext, backend: str, one: Round) -> tuple[list[Problem | None], Played]:
     """Body: what is refused, and a round after it."""
     with create(context, PARAMS, backend) as communication:
-        alone = subgroup(context, [context.rank])
-        said = [problem_of(communication.reinitialize, alone)]
+        said = [problem_of(communication.reinitialize, SingleRankComm())]
         communication.checkpoint_prepare()
         said.append(problem_of(communication.reinitialize))
         communication.checkpoint_restore()

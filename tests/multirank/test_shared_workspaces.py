@@ -31,6 +31,7 @@ from tests.rounds import Played, Round, check, check_all, create, play_round, ra
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(10, 3, 8, 40)
+SLACK = 8 * 2**20  # bytes that a process takes besides; five more segments are 80 MiB and more
 ROUNDS = [random_round(PARAMS, (5, 0, 8), seed) for seed in range(6)]
 with_memory = on_each(having="workspace")
 # Where what a round receives lies in the memory.
@@ -83,8 +84,8 @@ def test_two_objects_take_turns_and_the_last_destroy_frees_the_memory(
     check_all(PARAMS, ROUNDS, [played for played, _ in results])
 
 
-def make_many(context: RankContext, backend: str, count: int) -> tuple[int, int]:
-    """Body: return the bytes of the segments and what is in use with so many objects."""
+def make_many(context: RankContext, backend: str, count: int) -> tuple[int, int, int]:
+    """Body: return the bytes of the segments, and what is in use with one object and with all."""
 
     def used() -> int:
         context.barrier()
@@ -95,20 +96,27 @@ def make_many(context: RankContext, backend: str, count: int) -> tuple[int, int]
     large = MoEEpCommParams(4, 2, 1024, 4096)
     create(context, large, backend).destroy()
     before = used()
-    layers = [create(context, large, backend) for _ in range(count)]
-    more = used() - before
+    layers = [create(context, large, backend)]
+    with_one = used() - before
+    layers += [create(context, large, backend) for _ in range(count - 1)]
+    with_all = used() - before
     size = layers[0].workspace_bytes * context.size
     for layer in layers:
         layer.destroy()
-    return size, more
+    return size, with_one, with_all
 
 
 @with_memory
 def test_many_objects_take_the_memory_of_one(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    for size, more in ranks(2, make_many, device=device, backend=backend.name, count=6):
-        assert size - 2**20 <= more <= size + 8 * 2**20
+    for size, with_one, with_all in ranks(
+        2, make_many, device=device, backend=backend.name, count=6
+    ):
+        # What is in use tells of a segment at all, though a driver may have kept a page of an
+        # earlier one, which this one then takes.
+        assert size // 2 <= with_one <= size + SLACK
+        assert with_all - with_one <= SLACK
 
 
 def call_out_of_turn(

@@ -22,7 +22,7 @@ from tests.rounds import create
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 TOKENS, HIDDEN, TOP_K = 6, 48, 3
-# On GPUs it is a check of the host's part; tests/gpu/test_one_sided_soak.py soaks the device's.
+# On GPUs it is a check of the host's part; tests/gpu/test_soak.py soaks the device's.
 SOAK = int(os.environ.get("MOE_EP_SOAK", "1"))
 ROUNDS = {"cake": 2000, "nvlink_one_sided": 2000, "nvlink_two_sided": 1000, "torch_dist": 300}
 ROUNDS_A_MASK = 30

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pickle
 import re
 import resource
 import signal
@@ -25,6 +24,7 @@ from moe_ep.errors import MoEEpConfigError, MoEEpError, MoEEpPlatformError, MoEE
 from moe_ep.sharing import place_of
 from moe_ep.symmetric_memory import SymmetricMemory
 from tests.ranks import RankContext
+from tests.ranks.members import MembersComm
 
 pytestmark = pytest.mark.multirank
 
@@ -70,36 +70,6 @@ def visible_everywhere(context: RankContext) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_rank_sees_what_any_rank_writes(ranks: Any, size: int) -> None:
     ranks(size, visible_everywhere)
-
-
-class MembersComm:
-    """Some ranks of a group, in an order of their own."""
-
-    def __init__(self, parent: dist.ProcessGroup, members: list[int], tag: int) -> None:
-        self.parent, self.members, self.tag = parent, members, tag
-
-    def get_rank(self) -> int:
-        return self.members.index(dist.get_rank(self.parent))
-
-    def get_size(self) -> int:
-        return len(self.members)
-
-    def allgather(self, obj: Any, /) -> list[Any]:
-        content = torch.zeros(4096, dtype=torch.uint8)
-        mine = pickle.dumps(obj)
-        content[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        buffers = [content.clone() for _ in self.members]
-        peers = [dist.get_global_rank(self.parent, rank) for rank in self.members]
-        others = [i for i in range(self.get_size()) if i != self.get_rank()]
-        work = [dist.isend(content, peers[i], self.parent, self.tag) for i in others]
-        work += [dist.irecv(buffers[i], peers[i], self.parent, self.tag) for i in others]
-        for one in work:
-            assert one is not None
-            one.wait()
-        return [pickle.loads(buffer.numpy().tobytes()) for buffer in buffers]
-
-    def barrier(self) -> None:
-        self.allgather(None)
 
 
 def groups_at_once(context: RankContext, groups: list[tuple[int, list[int]]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, MoEEpTimeoutError, NVLinkTwoSidedConfig
-from moe_ep.nvlink_two_sided.places import geometry_of
+from moe_ep.nvlink_two_sided.workspace import geometry_of
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 from tests.rounds import Played, Round, check_all, create, play, play_round, random_round

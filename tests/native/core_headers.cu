@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include "core/atomics.h"
 #include "core/epoch.h"
 #include "core/expert_partition.h"
 #include "core/float_formats.h"
@@ -20,7 +19,7 @@
 namespace moe_ep {
 
 MOE_EP_HOST_DEVICE constexpr Geometry geometry() {
-  return {8, 256, 8, 4096, 14336, 14336, 256, 8, 1, 0};
+  return {8, 256, 8, 4096, 14336, 14336, 256, 8, 1, 0, 8};
 }
 static_assert(WorkspaceLayout::of(geometry()).segment_bytes % kRegionAlignment == 0);
 static_assert(WorkspaceLayout::of(geometry()).combine_rows.offset -
@@ -70,11 +69,7 @@ MOE_EP_HOST_DEVICE inline void evaluate(uint32_t* out) {
   while (n < kWords) out[n++] = 0;
 }
 
-__global__ void evaluate_kernel(uint32_t* out) {
-  evaluate(out);
-  SystemAtomic32(out[kWords]).store(7, kRelease);
-  out[kWords + 1] = load_acquire(out + kWords);
-}
+__global__ void evaluate_kernel(uint32_t* out) { evaluate(out); }
 
 }  // namespace moe_ep
 
@@ -82,12 +77,12 @@ int main() {
   uint32_t host[moe_ep::kWords];
   moe_ep::evaluate(host);
   uint32_t* device = nullptr;
-  if (cudaMalloc(&device, (moe_ep::kWords + 2) * sizeof(uint32_t)) != cudaSuccess) {
+  if (cudaMalloc(&device, moe_ep::kWords * sizeof(uint32_t)) != cudaSuccess) {
     std::printf("no GPU: %s\n", cudaGetErrorString(cudaGetLastError()));
     return 77;  // skipped
   }
   moe_ep::evaluate_kernel<<<1, 1>>>(device);
-  uint32_t back[moe_ep::kWords + 2];
+  uint32_t back[moe_ep::kWords];
   const cudaError_t error = cudaMemcpy(back, device, sizeof(back), cudaMemcpyDeviceToHost);
   if (error != cudaSuccess) {
     std::printf("%s\n", cudaGetErrorString(error));
@@ -100,5 +95,5 @@ int main() {
     }
   }
   std::printf("host and device agree on %d words\n", moe_ep::kWords);
-  return back[moe_ep::kWords + 1] == 7 ? 0 : 1;
+  return 0;
 }

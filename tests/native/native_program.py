@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(program: Path, sources: Sequence[Path], flags: Sequence[str], csrc: Path) -> None:
-    """Compile and link the sources with the headers of `csrc`.
+    """Compile the sources at once with the headers of `csrc`, and link them.
 
     Skips the test where the compiler has no runtime for a sanitizer.
     """
     compiler = os.environ.get("CXX", "c++").split()
     flags = ["-std=c++20", *flags, "-Wno-psabi", "-pthread", f"-I{csrc}"]
-    command = [*compiler, *flags, *map(str, sources), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    if "cannot find" in built.stderr and "san" in built.stderr:
+    objects = [f"{program}-{number}.o" for number in range(len(sources))]
+
+    def compiled(source: Path, target: str) -> subprocess.CompletedProcess[str]:
+        return _run([*compiler, *flags, "-c", str(source), "-o", target])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for result in pool.map(compiled, sources, objects):
+            assert result.returncode == 0, result.stderr
+    linked = _run([*compiler, *flags, *objects, "-o", str(program)])
+    if "cannot find" in linked.stderr and "san" in linked.stderr:
         pytest.skip(f"this compiler has no runtime for {flags}")
-    assert built.returncode == 0, built.stderr
+    assert linked.returncode == 0, linked.stderr
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def build_threads(

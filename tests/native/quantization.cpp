@@ -70,7 +70,7 @@ int64_t scale_bytes_of(int32_t layout, int64_t num_rows, int64_t num_blocks) {
 }
 
 int64_t scale_offset_of(int32_t layout, int64_t row, int64_t block, int64_t num_blocks) {
-  return scale_offset(static_cast<ScaleLayout>(layout), row, block, num_blocks);
+  return scale_row(static_cast<ScaleLayout>(layout), row, num_blocks).offset_of(block);
 }
 
 }  // extern "C"

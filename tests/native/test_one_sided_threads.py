@@ -9,6 +9,8 @@ import pytest
 
 from tests.native.native_program import ROOT, build_threads, run
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine may compile for minutes
+
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_rounds_with_delays_are_exact_and_clean(tmp_path: Path, sanitizer: str) -> None:
@@ -24,8 +26,12 @@ def test_rounds_with_delays_are_exact_and_clean(tmp_path: Path, sanitizer: str) 
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("core/host_signal.h", "store(epoch, kSequential)", "store(epoch, kRelaxed)"),
-        ("core/atomics.h", "load(kAcquire)", "load(kRelaxed)"),
+        (
+            "core/host_signal.h",
+            "store(epoch, kSequential)",
+            "store(epoch, std::memory_order_relaxed)",
+        ),
+        ("core/atomics.h", "load(kAcquire)", "load(std::memory_order_relaxed)"),
     ],
 )
 def test_a_planted_bug_is_found(tmp_path: Path, file: str, right: str, wrong: str) -> None:

@@ -31,8 +31,9 @@ using namespace moe_ep::two_sided;
 namespace {
 
 constexpr int32_t kCapacity = 9;
-constexpr int32_t kWords = 8;                         // ranks, at most
-constexpr auto kPatience = std::chrono::seconds(30);  // a wait longer than that never ends
+constexpr int32_t kWords = 8;  // ranks, at most
+// A wait never ends if nobody has moved anything for so long: no machine is too busy for that.
+constexpr auto kPatience = std::chrono::seconds(10);
 
 struct Case {
   int32_t channels;
@@ -61,10 +62,15 @@ float value_of(int32_t round, int32_t source, int32_t token, int32_t owner, int6
          static_cast<float>(column) / 256;
 }
 
+// Counts what any warp of any rank publishes. Orders nothing, so that it hides no race.
+using Moves = std::atomic<uint64_t>;
+
 // A warp of one lane.
 class ThreadWarp {
  public:
   static constexpr int32_t kLanes = 1;
+
+  explicit ThreadWarp(Moves& moves) : moves_(moves) {}
 
   static int32_t lane() { return 0; }
   static uint32_t ballot(bool says) { return says ? 1 : 0; }
@@ -77,16 +83,26 @@ class ThreadWarp {
   static int32_t count(uint32_t bits) { return std::popcount(bits); }
   static void sync() {}
   static uint32_t poll(const uint32_t* word) { return load_acquire(word); }
-  static void publish(uint32_t* word, uint32_t value) { store_release(word, value); }
+  void publish(uint32_t* word, uint32_t value) {
+    store_release(word, value);
+    moves_.fetch_add(1, std::memory_order_relaxed);
+  }
   uint8_t** row_list() { return rows_; }
   void moved() { since_ = std::chrono::steady_clock::now(); }
   static bool counts_to_look() {
     std::this_thread::yield();
     return true;
   }
-  bool has_run_out(int32_t) const { return std::chrono::steady_clock::now() - since_ > kPatience; }
+  bool has_run_out(int32_t) {
+    const uint64_t moves = moves_.load(std::memory_order_relaxed);
+    if (moves != seen_) moved();
+    seen_ = moves;
+    return std::chrono::steady_clock::now() - since_ > kPatience;
+  }
 
  private:
+  Moves& moves_;
+  uint64_t seen_ = 0;
   uint8_t* rows_[kMaxTopK];
   std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
 };
@@ -112,7 +128,7 @@ struct Tensors {
 
 class CopyingWarp : public ThreadWarp {
  public:
-  explicit CopyingWarp(Tensors& tensors) : t_(tensors) {}
+  CopyingWarp(Moves& moves, Tensors& tensors) : ThreadWarp(moves), t_(tensors) {}
 
   void send_record(const Item& item, int32_t token, uint8_t* const* rows, int32_t count,
                    int32_t own_row) {
@@ -160,8 +176,9 @@ class CopyingWarp : public ThreadWarp {
 // A rank: a grid of threads for each of alltoallv and combine.
 class Rank {
  public:
-  Rank(const WorkspaceView& workspace, const Case& the_case, uint32_t first)
-      : workspace_(workspace),
+  Rank(const WorkspaceView& workspace, const Case& the_case, uint32_t first, Moves& moves)
+      : moves_(moves),
+        workspace_(workspace),
         layout_(FifoLayout::of(workspace.geometry)),
         case_(the_case),
         plan_(StreamPlan::of(workspace.geometry, the_case.record_chunks, kCapacity)),
@@ -296,7 +313,7 @@ class Rank {
             if (group >= shape_.groups(plan_)) return;
             const int32_t number = group * shape_.channels + w / shape_.warps_per_channel();
             if (number >= plan_.busy_channels()) continue;
-            CopyingWarp warp(tensors_);
+            CopyingWarp warp(moves_, tensors_);
             const Channel channel{workspace_, layout_, plan_, send_tokens_.data(), number};
             if (!role(warp, channel, w % shape_.warps_per_channel() - 1)) good = false;
           }
@@ -314,6 +331,7 @@ class Rank {
     return false;
   }
 
+  Moves& moves_;
   WorkspaceView workspace_;
   FifoLayout layout_;
   Case case_;
@@ -351,12 +369,13 @@ bool run_case(const Case& the_case, int32_t ranks, int32_t rounds, uint32_t firs
   for (int32_t i = 0; i < rounds; ++i) plan.push_back(draw_round(random, ranks));
 
   std::atomic<bool> good{true};
+  Moves moves{0};
   std::barrier meeting(ranks);
   std::vector<std::thread> threads;
   for (int32_t r = 0; r < ranks; ++r) {
     threads.emplace_back([&, r] {
       std::mt19937 delays(seed + static_cast<uint32_t>(r));
-      Rank rank({base, static_cast<int64_t>(stride), r, geometry}, the_case, first);
+      Rank rank({base, static_cast<int64_t>(stride), r, geometry}, the_case, first, moves);
       for (int32_t i = 0; i < rounds; ++i) {
         const Round& round = plan[static_cast<size_t>(i)];
         rank.prepare(i, round);

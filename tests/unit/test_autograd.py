@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,7 @@ def test_without_grad_mode_nothing_is_recorded_or_copied(comm: MoEEpCommunicatio
             assert not tensor.requires_grad
         if comm.backend_name != "torch_dist":
             received = result.hidden_states.untyped_storage().data_ptr()
-            assert received == comm._exchange.workspace.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+            assert received == comm._workspace.untyped_storage().data_ptr()  # type: ignore[attr-defined]
 
 
 def test_in_grad_mode_results_outlive_the_round_and_empty_rows_are_zero(
@@ -187,7 +188,7 @@ def test_library_memory_does_not_join_the_graph() -> None:
         buffer.copy_(needing_grad(received.hidden_states))
         with pytest.raises(MoEEpConfigError, match="the memory of get_combine_input_buffer"):
             comm.combine(buffer)
-        assert not comm._exchange.workspace.requires_grad  # type: ignore[attr-defined]
+        assert not comm._workspace.requires_grad  # type: ignore[attr-defined]
         assert torch.equal(comm.combine(received.hidden_states), ROWS)
 
 
@@ -289,6 +290,23 @@ def test_compiled_gradients_are_those_of_eager_mode(
     torch._dynamo.reset()
     got = gradient(torch.compile(layer, fullgraph=fullgraph, backend="aot_eager"))
     assert torch.equal(got, gradient(layer))
+
+
+def test_a_round_with_gradients_is_compiled_as_a_whole_or_not_at_all(
+    comm: MoEEpCommunication,
+) -> None:
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    received = compiled(lambda x: comm.dispatch(x, IDS))(needing_grad(ROWS))
+    with pytest.raises(MoEEpStateError, match=r"or in a compiled graph.*compile both or neither"):
+        comm.combine(received.hidden_states)
+    comm.combine(received.hidden_states.detach())
+
+    received = comm.dispatch(needing_grad(ROWS), IDS)
+    # How dynamo words an exception that it traced differs between torch versions.
+    with pytest.raises(Exception, match="its dispatch was not: compile both or neither"):
+        compiled(comm.combine, fullgraph=True)(received.hidden_states)
+    assert torch.equal(comm.combine(received.hidden_states), ROWS)
 
 
 def test_an_eager_layer_is_right_in_a_compiled_model(comm: MoEEpCommunication) -> None:

@@ -119,6 +119,28 @@ def test_other_kinds_of_device_are_refused(device):
         BootstrapConfig(1, 0, device=device)
 
 
+def test_a_device_that_torch_does_not_know_is_refused():
+    with pytest.raises(MoEEpConfigError, match="device must be a CPU or CUDA device, got 'gpu:0'"):
+        BootstrapConfig(1, 0, device="gpu:0")
+
+
+def test_a_store_of_another_kind_is_refused():
+    with pytest.raises(
+        TypeError, match=r"tcp_store must be a torch.distributed Store, got 'localhost"
+    ):
+        BootstrapConfig(1, 0, tcp_store="localhost:29500", device="cpu")
+
+
+def test_auto_bootstrap_is_a_bool():
+    with pytest.raises(TypeError, match="auto_bootstrap must be a bool, got 'no'"):
+        BootstrapConfig(1, 0, auto_bootstrap="no", device="cpu")
+
+
+def test_a_mesh_of_another_kind_is_refused(no_launcher):
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got ProcessGroup"):
+        BootstrapConfig.from_device_mesh(dist.ProcessGroup(0, 1))
+
+
 @pytest.mark.parametrize("device", [True, 1.0])
 def test_device_of_another_type_is_refused(device):
     with pytest.raises(TypeError, match="device must be an int, str"):

@@ -200,7 +200,15 @@ def test_an_interrupt_breaks_the_object(comm):
     comm.failure = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         dispatch(comm)
-    with pytest.raises(moe_ep.MoEEpStateError, match="did not finish"):
+    with pytest.raises(moe_ep.MoEEpStateError, match="or runs in another thread"):
+        dispatch(comm)
+
+
+def test_what_broke_the_object_is_named_where_it_says_nothing(comm):
+    comm.failure = AssertionError()
+    with pytest.raises(AssertionError):
+        dispatch(comm)
+    with pytest.raises(moe_ep.MoEEpStateError, match=r"It broke because: AssertionError$"):
         dispatch(comm)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep import cuda_support, ops
+from moe_ep import available_communication_backends, cuda_support, ops, registry
 
 needs_kernels = pytest.mark.skipif(
     not ops.has_cuda_kernels(), reason="this build of moe_ep has no CUDA kernels"
@@ -70,3 +70,15 @@ def test_the_library_knows_what_code_a_device_runs() -> None:
     major, minor = newest
     older = ops.code_capability((major, minor - 1) if minor else (major - 1, 9))
     assert older is None or older < newest
+
+
+@pytest.mark.parametrize("backend", available_communication_backends())
+def test_a_backend_cannot_run_where_there_is_no_device(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    communication = registry._registry[backend].communication
+    assert communication.is_platform_supported()
+    assert not communication.is_platform_supported(torch.device("cuda", 0))
+    with pytest.raises(TypeError, match=r"device must be a torch.device, got str"):
+        communication.unsupported_reason("cuda:0")  # type: ignore[arg-type]

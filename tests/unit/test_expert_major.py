@@ -240,13 +240,24 @@ def test_wrong_rows_are_refused() -> None:
     room = permuted.hidden_states.shape[0]
     with pytest.raises(MoEEpConfigError, match=rf"rows must be \[{room}, hidden_size\]"):
         unpermute_from_experts(torch.zeros(room + 1, 4), permuted)
-    with pytest.raises(TypeError, match="rows must be bfloat16, float16 or float32"):
-        unpermute_from_experts(torch.zeros(room, 4, dtype=torch.int32), permuted)
+    for dtype in (torch.int32, torch.float64):  # sums are in float32
+        with pytest.raises(TypeError, match=rf"rows must be .*torch.float32, got {dtype}"):
+            unpermute_from_experts(torch.zeros(room, 4, dtype=dtype), permuted)
+    with pytest.raises(TypeError, match=r"rows must be a torch.Tensor, got list"):
+        unpermute_from_experts([1.0], permuted)  # type: ignore[arg-type]
     unweighted = MoEEpDispatchResult(**{**vars(result), "topk_weights": None})
     permuted = permute_to_experts(unweighted, FIRST, COUNT)
     assert permuted.topk_weights is None
     with pytest.raises(MoEEpConfigError, match="apply_weights must be False"):
         unpermute_from_experts(torch.zeros(room, 4), permuted)
+
+
+def test_results_of_another_kind_are_refused() -> None:
+    result = received(4, 2)
+    with pytest.raises(TypeError, match="result must be a MoEEpDispatchResult, got Tensor"):
+        permute_to_experts(result.hidden_states, FIRST, COUNT)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="permuted must be a ExpertMajorRows, got MoEEpDispatch"):
+        unpermute_from_experts(torch.zeros(4, 4), result)  # type: ignore[arg-type]
 
 
 def test_a_round_with_grouped_products_is_that_of_its_experts() -> None:

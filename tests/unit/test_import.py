@@ -1,10 +1,12 @@
-"""Does an import stay harmless?"""
+"""Do an import and a round of eager code load and start no more than they need?"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,3 +34,20 @@ after = len(__import__("os").listdir("/proc/self/task"))
 print(after - before, torch.distributed.is_initialized())
 """
     assert output_of(program) == "0 False"
+
+
+@pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
+def test_an_eager_round_does_not_load_the_compiler(backend: str) -> None:
+    """Besides the second that it takes: torch 2.14's keeps the default process group of the moment
+    when it is loaded, whose threads then outlive `destroy_process_group` and can abort the exit.
+    """
+    program = f"""
+import sys, torch
+from moe_ep import BootstrapConfig, MoEEpCommParams, create_communication
+rows, ids = torch.ones(3, 8).bfloat16(), torch.tensor([[0, 1]] * 3)
+params = MoEEpCommParams(num_experts=4, top_k=2, max_tokens_per_rank=4, hidden_size=8)
+with create_communication(BootstrapConfig(1, 0, device="cpu"), params, "{backend}") as comm:
+    comm.combine(comm.dispatch(rows, ids).hidden_states)
+print("torch._dynamo" in sys.modules)
+"""
+    assert output_of(program) == "False"

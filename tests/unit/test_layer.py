@@ -174,6 +174,46 @@ def test_a_communication_must_be_the_layers_own_kind() -> None:
         MoEEpLayer(ALONE, other, SplitConfig(comm=layer.communication, kernel=EXPERTS))
 
 
+def test_weights_that_the_experts_have_no_place_for_are_refused() -> None:
+    state = random_state(PARAMS, EXPERTS, small_integers)
+    biases = torch.ones(4, 8), torch.ones(4, 16)
+    with pytest.raises(MoEEpConfigError, match=r"weights has 'w13_bias', 'w2_bias'.*w13, w2"):
+        alone(weights=MoEWeightPack(state["w13"], state["w2"], *biases))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([1.0], r"'w2' must be a torch.Tensor, got list"),
+        (torch.zeros(4, 16, 8, dtype=torch.uint8), r"'w2' must be floating.*got torch.uint8"),
+    ],
+    ids=["a list", "quantised"],
+)
+def test_weights_must_be_tensors_of_a_floating_dtype(wrong: Any, message: str) -> None:
+    state = random_state(PARAMS, EXPERTS, small_integers)
+    with pytest.raises(TypeError, match=message):
+        alone(weights=MoEWeightPack(state["w13"], wrong))
+    with pytest.raises(TypeError, match=message):
+        alone().load_full_state_dict({**state, "w2": wrong})
+
+
+def test_weights_of_which_one_is_wrong_change_nothing() -> None:
+    state = random_state(PARAMS, EXPERTS, small_integers)
+    layer = alone()
+    before = layer.kernel.w13.clone()
+    with pytest.raises(MoEEpConfigError, match="'w2' must be"):
+        layer.load_full_state_dict({**state, "w2": state["w2"][:2]})
+    assert torch.equal(layer.kernel.w13, before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error"), [(1, MoEEpConfigError), (-1, MoEEpConfigError), ("0", TypeError)], ids=str
+)
+def test_weights_are_gathered_for_a_rank_of_the_group(rank: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="only_rank must be"):
+        alone().full_state_dict(only_rank=rank)
+
+
 def test_full_weights_must_be_complete_and_fit() -> None:
     state = dict(random_state(PARAMS, EXPERTS, small_integers))
     layer = alone()

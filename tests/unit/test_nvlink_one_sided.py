@@ -9,9 +9,8 @@ import torch
 
 from moe_ep import MoEEpCommParams, MoEEpConfigError, NVLinkOneSidedConfig, _native
 from moe_ep._native import Geometry
-from moe_ep.cake import places as cake_places
 from moe_ep.cake.config import CakeAlltoAllConfig
-from moe_ep.nvlink_one_sided.places import geometry_of
+from moe_ep.one_sided.workspace import geometry_of
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 PARAMS = MoEEpCommParams(64, 8, 4096, 7168)
@@ -25,12 +24,12 @@ def geometry(
 
 
 def prefers_packets(one: Geometry) -> bool:
-    return bool(one.fields()[-1])
+    return bool(one.prefers_packets)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 64])
 def test_usually_the_steps_are_those_of_cake(size: int) -> None:
-    of_cake = cake_places.geometry_of(PARAMS, size, CakeAlltoAllConfig(), CUDA)
+    of_cake = geometry_of(PARAMS, size, CakeAlltoAllConfig(), CUDA)
     assert geometry(size).fields() == of_cake.fields()
     assert geometry(size).low_latency_tokens == _native.low_latency_tokens(size, 8, 4096)
 

@@ -24,11 +24,13 @@ from moe_ep import (
     MoEEpConfigError,
     MoEEpInputError,
     MoEEpStateError,
+    QuantFormat,
     create_communication,
     estimate_workspace_bytes,
 )
 from moe_ep.cake import kernels
 from moe_ep.errors import MoEEpDisagreementError
+from moe_ep.quantization import ScaleLayout
 from tests.backends import ALL, Backend
 
 HIDDEN, CAPACITY = 4, 4
@@ -78,12 +80,10 @@ class Capture:
         captured: int | None,
     ) -> None:
         self.current, self.captured = current, captured
-        exchange = comm._exchange  # type: ignore[attr-defined]
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        elsewhere = replace(exchange._bootstrap, device=torch.device("cuda", 1))
+        elsewhere = replace(comm._bootstrap, device=torch.device("cuda", 1))
         monkeypatch.setattr(comm, "device", elsewhere.torch_device)
-        monkeypatch.setattr(exchange, "_device", elsewhere.torch_device)
-        monkeypatch.setattr(exchange, "_bootstrap", elsewhere)
+        monkeypatch.setattr(comm, "_bootstrap", elsewhere)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda: self.current == self.captured
@@ -264,7 +264,7 @@ def test_use_low_precision_combine_must_be_a_bool(backend: Backend) -> None:
 def test_a_mask_must_be_a_tensor_of_this_group_s_ranks(backend: Backend) -> None:
     bootstrap = BootstrapConfig(1, 0, device="cpu")
     with create_communication(bootstrap, PARAMS, backend.name, enable_rank_mask=True) as comm:
-        with pytest.raises(TypeError, match="active_rank_mask must be a Tensor, got list"):
+        with pytest.raises(TypeError, match=r"active_rank_mask must be a torch.Tensor, got list"):
             comm.dispatch(ROWS, IDS, active_rank_mask=[0])  # type: ignore[call-arg]
         two_ranks = kernels.active_rank_mask([0, 1], 2)
         with pytest.raises(MoEEpConfigError, match="ranks below ep_size=1 only"):
@@ -360,6 +360,38 @@ def test_a_disagreement_shows_the_values_of_its_own_round() -> None:
         for text in said:
             assert "rank 0: tokens_per_rank=3," in text, text
             assert "rank 1: tokens_per_rank=4," in text, text
+
+
+MXFP8 = {"output_dtype": QuantFormat.MXFP8}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"output_scales": torch.empty(3, 1).byte()}, MoEEpConfigError, "output_scales must be No"),
+        ({"output_scalar_scale": 2.0}, MoEEpConfigError, r"output_scalar_scale must be 1.0.*got 2"),
+        ({"sf_layout": ScaleLayout.SWIZZLE_8x4}, MoEEpConfigError, r"sf_layout must be LINEAR.*8x"),
+        ({"output_dtype": "mxfp8"}, MoEEpConfigError, "output_dtype must be one of MXFP8"),
+        ({**MXFP8, "output_scalar_scale": 2.0}, MoEEpConfigError, "output_scalar_scale must be 1"),
+        ({**MXFP8, "sf_layout": "linear"}, TypeError, "sf_layout must be a ScaleLayout, got str"),
+        ({**MXFP8, "output_scales": [0]}, TypeError, r"output_scales must be a torch.Tensor, got"),
+        (
+            {**MXFP8, "output_scales": torch.empty(1).byte().expand(3)},
+            MoEEpConfigError,
+            "output_scales must be contiguous",
+        ),
+    ],
+)
+def test_options_of_quantised_sums_are_refused_before_anything_is_sent(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    def body(threads: Threads, rank: int) -> None:
+        received = threads.dispatch(rank)
+        with pytest.raises(error, match=message):
+            threads.combine(rank, received.payloads[0], **options)
+        threads.combine(rank, received.payloads[0])
+
+    Threads().run(body)
 
 
 def other_mask_in_combine(threads: Threads, rank: int) -> None:

@@ -434,7 +434,7 @@ def test_wrong_arguments_are_named() -> None:
     for scalar_scale in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(MoEEpConfigError, match="scalar_scale must be finite and positive"):
             quantize_rows(torch.ones(1, 1), NVFP4, scalar_scale=scalar_scale)
-    with pytest.raises(MoEEpConfigError, match=r"MXFP4 has no scalar scale .* got 2\.0"):
+    with pytest.raises(MoEEpConfigError, match=r"scalar_scale must be 1.0 for MXFP4 .* got 2\.0"):
         quantize_rows(torch.ones(1, 1), MXFP4, scalar_scale=2.0)
     with pytest.raises(
         MoEEpConfigError, match=r"values \[2, 32\] and 2 scales, got values \[2, 32\]"

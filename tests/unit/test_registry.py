@@ -168,6 +168,20 @@ def test_a_name_that_is_not_the_config_s_is_refused(own_registry, name):
         moe_ep.register_communication(name)(OurCommunication)
 
 
+@pytest.mark.parametrize("wrong", [object, TorchDistConfig, "ours"])
+def test_only_communications_are_registered(own_registry, wrong):
+    with pytest.raises(TypeError, match="must be a subclass of MoEEpCommunication, got"):
+        moe_ep.register_communication("ours")(wrong)
+
+
+def test_the_estimate_names_its_wrong_arguments():
+    config = TorchDistConfig()
+    with pytest.raises(TypeError, match="params must be a MoEEpCommParams, got TorchDistConfig"):
+        moe_ep.estimate_workspace_bytes(config, 1, config)
+    with pytest.raises(TypeError, match="config must be a CommunicationConfig, got str"):
+        moe_ep.estimate_workspace_bytes(PARAMS, 1, "torch_dist")
+
+
 def test_auto_takes_the_most_preferred_backend():
     assert moe_ep.create_communication(ALONE, PARAMS, "auto").backend_name == "cake"
 

@@ -20,7 +20,7 @@ from moe_ep import (
     shared_gpus,
 )
 from moe_ep.cake import kernels
-from moe_ep.cake.places import geometry_of
+from moe_ep.one_sided.workspace import geometry_of
 from moe_ep.shared_gpus import (
     GpuShare,
     are_several,

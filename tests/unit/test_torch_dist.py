@@ -8,7 +8,7 @@ import torch
 from moe_ep import (
     BootstrapConfig,
     MoEEpCommParams,
-    MoEEpConfigError,
+    MoEEpDisagreementError,
     MoEEpInputError,
     TorchDistAlltoAll,
 )
@@ -55,5 +55,5 @@ def test_an_output_of_any_strides_is_written_before_a_wrong_id_is_raised(comm):
 )
 def test_what_only_some_ranks_give_is_a_disagreement(field, name):
     require_agreement([HEADER, replace(HEADER, num_tokens=0)])
-    with pytest.raises(MoEEpConfigError, match=f"{name} given: rank 0: yes; rank 1: no"):
+    with pytest.raises(MoEEpDisagreementError, match=f"{name} given: rank 0: yes; rank 1: no"):
         require_agreement([HEADER, replace(HEADER, **{field: 0})])

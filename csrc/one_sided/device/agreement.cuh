@@ -62,7 +62,9 @@ __device__ inline void send_details(const DispatchKernelParams& p, int32_t peer,
   RoundHeader* const header = DeviceSegment(p.workspace, peer).round_header(p.workspace.ep_rank);
   header->has_weights = p.has_weights;
   header->has_stats = p.eplb_local_stats != nullptr;
-  header->num_payloads = p.num_payloads;
+  header->num_payloads = static_cast<int16_t>(p.num_payloads);
+  header->top_k = static_cast<int16_t>(p.workspace.top_k);
+  header->num_experts = p.partition.num_experts();
   for (int32_t i = 0; i < kMaxPayloads; ++i) {
     header->row_bytes[i] = i < p.num_payloads ? p.payloads[i].row_bytes : 0;
   }

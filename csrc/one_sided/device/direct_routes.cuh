@@ -78,8 +78,7 @@ class DirectRoutes {
       column = g == group ? columns[g] : column;
     }
     before += __popc(column & bits_below(bit));
-    if ((column >> bit) & 1) return {true, before};
-    return {false, p.num_tokens - 1 - (token - before)};
+    return Place::of(p, token, (column >> bit) & 1, before);
   }
 
   // Rows for this lane's rank; behind a barrier.

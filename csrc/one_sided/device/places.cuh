@@ -17,6 +17,13 @@ struct Place {
   // j-th such token takes the j-th row from the end of the first num_tokens, and these are exactly
   // the rows that stay empty: no pass over them, and nobody needs to know how many there are.
   int32_t row;
+
+  // before: tokens below this one that are sent there.
+  __device__ static Place of(const DispatchKernelParams& p, int32_t token, bool sent,
+                             int32_t before) {
+    if (sent) return {true, before};
+    return {false, p.num_tokens - 1 - (token - before)};
+  }
 };
 
 // What a table tells of one rank, with the addresses at hand. Of a rank at or above ep_size, that
@@ -40,8 +47,7 @@ class RankRoutes {
     const uint32_t column = columns_[group];
     const int32_t before =
         before_step_ + before_group_[group] + __popc(column & bits_below(static_cast<int>(bit)));
-    if (exists_ && ((column >> bit) & 1)) return {true, before};
-    return {false, p.num_tokens - 1 - (token - before)};
+    return Place::of(p, token, exists_ && ((column >> bit) & 1), before);
   }
 
  private:

@@ -55,10 +55,9 @@ class PushedRows {
  public:
   int32_t count;  // the same for all lanes
 
-  __device__ PushedRows(const CombineKernelParams& p, SendSlot slot) : p_(p), slot_(slot) {
-    const uint32_t behind_end = __ballot_sync(kAllLanes, slot.rank < 0);
-    count = behind_end == 0 ? kWarpSize : __ffs(static_cast<int>(behind_end)) - 1;
-    unflagged_ = ~behind_end & (behind_end - 1);
+  __device__ PushedRows(const CombineKernelParams& p, SendSlot slot)
+      : p_(p), slot_(slot), unflagged_(lanes_with_row(slot)) {
+    count = __popc(unflagged_);
   }
 
   // Waits for the packets of rows [first, first + kRowsAtOnce), or of those that there are, and for

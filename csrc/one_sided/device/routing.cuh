@@ -91,6 +91,7 @@ __device__ inline void record_invalid_id(const DispatchKernelParams& p, int32_t 
         r->token = token;
         r->slot = slot;
         r->expert_id = expert;
+        r->num_experts = p.partition.num_experts();
       }
       __threadfence_system();
       r->count = count + 1;

@@ -118,7 +118,7 @@ __device__ void stage_rows(const CombineKernelParams& p, const StagePlan& plan, 
                            Publish publish, StageTable& table) {
   const DeviceSegment own = own_segment(p.workspace);
   const int lane = lane_id();
-  // As in ItemFeed: an addition would be awaited at once.
+  // An addition would be awaited at once, see ItemCounter.
   const auto take = [&] {
     return lane == 0 ? atomicInc(&own.state()->stage_items, 0xFFFFFFFEu) : 0u;
   };

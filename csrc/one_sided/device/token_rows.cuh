@@ -28,6 +28,12 @@ __device__ inline SendSlot load_slot(const CombineKernelParams& p, const int2* a
   return {slot.x, slot.y};
 }
 
+// A bit for each lane j that has the slot of a row j; for all lanes.
+__device__ inline uint32_t lanes_with_row(SendSlot slot) {
+  const uint32_t behind_end = __ballot_sync(kAllLanes, slot.rank < 0);
+  return ~behind_end & (behind_end - 1);  // those below the first that has none: all, if all have
+}
+
 struct TokenRows {
   const uint8_t* row;  // of lane j < count: row j, in ascending order of the ranks
   int count;           // the same for all lanes
@@ -61,9 +67,8 @@ struct RowBlocks {
 
 // Nothing is read from the rows: this may come before the wait.
 __device__ inline TokenRows locate_rows(const RowBlocks& blocks, SendSlot slot) {
-  const uint32_t behind_end = __ballot_sync(kAllLanes, slot.rank < 0);
-  // As many lanes as there are zeros below the lowest one: 32 if there is no one.
-  return {blocks.row(slot), __popc(~behind_end & (behind_end - 1))};
+  const uint32_t lanes = lanes_with_row(slot);
+  return {blocks.row(slot), __popc(lanes)};
 }
 __device__ inline TokenRows locate_rows(const CombineKernelParams& p, SendSlot slot) {
   return locate_rows(RowBlocks(p), slot);

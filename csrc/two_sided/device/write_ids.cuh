@@ -28,6 +28,7 @@ __device__ inline void record_invalid_ids(const PrepareKernelParams& p, const In
     record->token = static_cast<int32_t>(found.first / top_k);
     record->slot = static_cast<int32_t>(found.first % top_k);
     record->expert_id = expert_id(p.call, static_cast<int64_t>(found.first));
+    record->num_experts = p.partition.num_experts();
     __threadfence_system();  // the host sees the count last
   }
   record->count = before + found.count;

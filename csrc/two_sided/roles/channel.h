@@ -2,7 +2,7 @@
 // has that of CUDA, tests/native one of threads.
 //
 // A Machine is one warp. It has
-//   kLanes; lane(); ballot(bool); from_lane(value, lane); least(int32_t), of all lanes
+//   kLanes; lane(), static; ballot(bool); from_lane(value, lane); least(int32_t), of all lanes
 //   lowest(bits), count(bits)        of a ballot: the number of the lowest bit, how many there are
 //   sync()                           the lanes wait for each other, and see what all have written
 //   poll(word)                       acquire

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "two_sided/roles/channel.h"
+#include "two_sided/roles/peer_rows.h"
 
 namespace moe_ep::two_sided {
 
@@ -17,12 +17,9 @@ class SlotReceiver {
  public:
   // warp: which of those at the peers.
   MOE_EP_ON_DEVICE SlotReceiver(Machine& m, const Channel& c, const CtaShape& shape, int32_t warp)
-      : m_(m), c_(c) {
+      : m_(m), c_(c), rows_(c, shape, warp) {
     for (int w = 0; w < kWords; ++w) {
-      const int32_t rank = rank_of<Machine>(m.lane(), w);
-      is_mine_[w] = rank < c.ep_size() && rank != c.workspace.ep_rank &&
-                    warp_of_peer(rank, c.workspace.ep_rank, c.ep_size(), shape) == warp;
-      head_[w] = tail_[w] = is_mine_[w] ? *c.own().taken(rank, c.number) : 0;
+      head_[w] = tail_[w] = rows_.is_mine(w) ? *c.own().taken(rows_.rank(w), c.number) : 0;
     }
   }
 
@@ -30,27 +27,21 @@ class SlotReceiver {
   MOE_EP_ON_DEVICE bool run() {
     if (!for_each_item(c_, [&](const Item& item) { return receive(item); })) return false;
     for (int w = 0; w < kWords; ++w) {
-      if (is_mine_[w]) *c_.own().taken(rank_of<Machine>(m_.lane(), w), c_.number) = tail_[w];
+      if (rows_.is_mine(w)) *c_.own().taken(rows_.rank(w), c_.number) = tail_[w];
     }
     return true;
   }
 
  private:
   MOE_EP_ON_DEVICE bool receive(const Item& item) {
-    for (int w = 0; w < kWords; ++w) {
-      row_[w] = end_[w] = 0;
-      if (!is_mine_[w]) continue;
-      const int32_t* const bounds = c_.own().recv_bounds(rank_of<Machine>(m_.lane(), w));
-      row_[w] = bounds[item.first_bound];
-      end_[w] = bounds[item.end_bound];
-    }
+    rows_.begin(c_, item);
     for (;;) {
       bool is_awaited[kWords];
       bool any_came = false;
       for (int w = 0; w < kWords; ++w) {
-        is_awaited[w] = row_[w] < end_[w];
+        is_awaited[w] = rows_.is_left(w);
         if (is_awaited[w] && head_[w] == tail_[w]) {
-          head_[w] = m_.poll(c_.head_from(rank_of<Machine>(m_.lane(), w)));
+          head_[w] = m_.poll(c_.head_from(rows_.rank(w)));
         }
         uint32_t full = m_.ballot(is_awaited[w] && head_[w] != tail_[w]);
         any_came |= full != 0;
@@ -70,26 +61,23 @@ class SlotReceiver {
   // The slot that came from the rank of one lane and word.
   MOE_EP_ON_DEVICE void take(const Item& item, int32_t lane, int word) {
     const int32_t source = rank_of<Machine>(lane, word);
-    const int32_t row = m_.from_lane(row_[word], lane);
-    const int32_t left = m_.from_lane(end_[word], lane) - row;
+    const int32_t row = m_.from_lane(rows_.next(word), lane);
+    const int32_t count = m_.from_lane(rows_.in_slot(c_, word), lane);
     const uint32_t tail = m_.from_lane(tail_[word], lane);
-    const int32_t count = left < c_.plan.records_per_slot ? left : c_.plan.records_per_slot;
     m_.receive_slot(item, source, row, count, c_.slot_from(source, tail), [&] {
       m_.sync();
       if (m_.lane() == lane) m_.publish(c_.tail_at(source), tail + 1);
     });
     if (m_.lane() != lane) return;
     ++tail_[word];
-    row_[word] += count;
+    rows_.advance(word, count);
   }
 
   Machine& m_;
   const Channel& c_;
-  bool is_mine_[kWords];
+  PeerRows<Machine, kWords> rows_;
   uint32_t head_[kWords];  // as last seen
   uint32_t tail_[kWords];
-  int32_t row_[kWords];  // the next one of the item
-  int32_t end_[kWords];
 };
 
 }  // namespace moe_ep::two_sided

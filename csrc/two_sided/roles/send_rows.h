@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "two_sided/roles/channel.h"
+#include "two_sided/roles/peer_rows.h"
 
 namespace moe_ep::two_sided {
 
@@ -17,13 +17,10 @@ class RowSender {
  public:
   // warp: which of those at the peers.
   MOE_EP_ON_DEVICE RowSender(Machine& m, const Channel& c, const CtaShape& shape, int32_t warp)
-      : m_(m), c_(c) {
+      : m_(m), c_(c), rows_(c, shape, warp) {
     for (int w = 0; w < kWords; ++w) {
-      const int32_t rank = rank_of<Machine>(m.lane(), w);
-      is_mine_[w] = rank < c.ep_size() && rank != c.workspace.ep_rank &&
-                    warp_of_peer(rank, c.workspace.ep_rank, c.ep_size(), shape) == warp;
-      head_[w] = is_mine_[w] ? *c.own().sent(rank, c.number) : 0;
-      tail_[w] = is_mine_[w] ? m.poll(c.tail_from(rank)) : 0;
+      head_[w] = rows_.is_mine(w) ? *c.own().sent(rows_.rank(w), c.number) : 0;
+      tail_[w] = rows_.is_mine(w) ? m.poll(c.tail_from(rows_.rank(w))) : 0;
     }
   }
 
@@ -31,27 +28,21 @@ class RowSender {
   MOE_EP_ON_DEVICE bool run() {
     if (!for_each_item(c_, [&](const Item& item) { return send(item); })) return false;
     for (int w = 0; w < kWords; ++w) {
-      if (is_mine_[w]) *c_.own().sent(rank_of<Machine>(m_.lane(), w), c_.number) = head_[w];
+      if (rows_.is_mine(w)) *c_.own().sent(rows_.rank(w), c_.number) = head_[w];
     }
     return true;
   }
 
  private:
   MOE_EP_ON_DEVICE bool send(const Item& item) {
-    for (int w = 0; w < kWords; ++w) {
-      row_[w] = end_[w] = 0;
-      if (!is_mine_[w]) continue;
-      const int32_t* const bounds = c_.own().recv_bounds(rank_of<Machine>(m_.lane(), w));
-      row_[w] = bounds[item.first_bound];
-      end_[w] = bounds[item.end_bound];
-    }
+    rows_.begin(c_, item);
     for (;;) {
       bool is_left[kWords];
       bool any_had_room = false;
       for (int w = 0; w < kWords; ++w) {
-        is_left[w] = row_[w] < end_[w];
+        is_left[w] = rows_.is_left(w);
         if (is_left[w] && !has_room(head_[w], tail_[w], c_.num_slots())) {
-          tail_[w] = m_.poll(c_.tail_from(rank_of<Machine>(m_.lane(), w)));
+          tail_[w] = m_.poll(c_.tail_from(rows_.rank(w)));
         }
         const bool can_send = is_left[w] && has_room(head_[w], tail_[w], c_.num_slots());
         const uint32_t free = m_.ballot(can_send);
@@ -60,8 +51,8 @@ class RowSender {
         for (uint32_t bits = free; bits != 0; bits &= bits - 1) fill(item, m_.lowest(bits), w);
         m_.sync();
         if (!can_send) continue;
-        m_.publish(c_.head_at(rank_of<Machine>(m_.lane(), w)), ++head_[w]);  // one fence for all
-        row_[w] += count_from(row_[w], end_[w]);
+        m_.publish(c_.head_at(rows_.rank(w)), ++head_[w]);  // one fence for all
+        rows_.advance(w, rows_.in_slot(c_, w));
       }
       const int32_t peer = first_rank(m_, is_left);
       if (peer < 0) return true;
@@ -73,26 +64,20 @@ class RowSender {
     }
   }
 
-  MOE_EP_ON_DEVICE int32_t count_from(int32_t row, int32_t end) const {
-    return end - row < c_.plan.records_per_slot ? end - row : c_.plan.records_per_slot;
-  }
-
   // The slot for the rank of one lane and word.
   MOE_EP_ON_DEVICE void fill(const Item& item, int32_t lane, int word) {
     const int32_t source = rank_of<Machine>(lane, word);
-    const int32_t row = m_.from_lane(row_[word], lane);
-    const int32_t count = count_from(row, m_.from_lane(end_[word], lane));
+    const int32_t row = m_.from_lane(rows_.next(word), lane);
+    const int32_t count = m_.from_lane(rows_.in_slot(c_, word), lane);
     const uint32_t head = m_.from_lane(head_[word], lane);
     m_.send_rows(item, source, row, count, c_.slot_at(source, head));
   }
 
   Machine& m_;
   const Channel& c_;
-  bool is_mine_[kWords];
+  PeerRows<Machine, kWords> rows_;
   uint32_t head_[kWords];
   uint32_t tail_[kWords];  // as last seen
-  int32_t row_[kWords];    // the next one of the item
-  int32_t end_[kWords];
 };
 
 }  // namespace moe_ep::two_sided

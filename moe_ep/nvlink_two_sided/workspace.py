@@ -1,10 +1,9 @@
-"""Where can nvlink_two_sided run, what sizes its workspace there, and which one does it get?"""
+"""What sizes the workspace of nvlink_two_sided, and which one does it get?"""
 
 from __future__ import annotations
 
 import torch
 
-from moe_ep import cuda_support
 from moe_ep._native import FifoGeometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
@@ -16,9 +15,6 @@ from moe_ep.nvlink_two_sided.config import NVLinkTwoSidedConfig
 from moe_ep.params import MoEEpCommParams
 from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
-
-_MIN_CAPABILITY = (8, 0)
-"""Of CUDA devices: the first with reductions over a warp."""
 
 # On the CPU. Deep enough that a small step fits, and few turns are taken between ranks that share
 # cores; small enough to stay in a cache. On 4 ranks and 2 cores, with 32 to 1024 tokens of 2048 and
@@ -37,14 +33,6 @@ _CUDA_NUM_SLOTS = 2
 _CUDA_FIFOS = 1024
 """Of one rank, for all its peers together."""
 _CUDA_MAX_CHANNELS = 512
-
-
-def reason_against(device: torch.device | None) -> str | None:
-    """Return why nvlink_two_sided cannot run on a device of this machine, or None if it can.
-
-    device: None asks whether any would do.
-    """
-    return cuda_support.reason_against("nvlink_two_sided", _MIN_CAPABILITY, device)
 
 
 def geometry_of(

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import (
-    MoEEpCommParams,
-    MoEEpCommunication,
-    MoEEpStateError,
-)
+from moe_ep import MoEEpCommParams, MoEEpStateError
 from tests.backends import SHARED_GPUS, Backend, on_each, on_shared_gpus
 from tests.conftest import RunOnRanks
-from tests.gpu.device_rounds import (
-    Received,
-    Tokens,
-    Verdict,
-    capturing,
-    expected_sums,
-    partial_rows,
-    tokens_of,
-)
+from tests.gpu.captured_rounds import CapturedRound, play_eagerly, run_round, sent_by_all
+from tests.gpu.device_rounds import Verdict, capturing, expected_sums, tokens_of
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
 from tests.rounds import create
@@ -34,93 +25,13 @@ PARAMS = MoEEpCommParams(24, 4, 160, 1000)
 sizes = pytest.mark.parametrize("size", [2, 8])
 
 
-def run_round(
-    communication: MoEEpCommunication, tokens: Tokens, tokens_per_rank: int, combine_input: str
-) -> tuple[Received, Tensor]:
-    """Dispatch, experts, combine, without the host; return a copy of what came, and the sums."""
-    result = communication.dispatch(
-        tokens.hidden_states,
-        tokens.topk_ids,
-        tokens.topk_weights,
-        runtime_max_tokens_per_rank=tokens_per_rank,
-    )
-    partial = partial_rows(
-        communication.params, communication.ep_size, communication.ep_rank, result
-    )
-    if combine_input == "buffer":
-        buffer = communication.get_combine_input_buffer()
-        assert buffer is not None
-        partial = buffer.copy_(partial)
-    received = Received.copied(result)
-    return received, communication.combine(partial)
-
-
-class CapturedRound:
-    """A round over inputs that stay where they are, captured after an eager one."""
-
-    def __init__(
-        self,
-        communication: MoEEpCommunication,
-        num_tokens: int,
-        tokens_per_rank: int,
-        combine_input: str = "tensor",
-    ) -> None:
-        rank, device = communication.ep_rank, communication.device
-        self._communication = communication
-        self._inputs = tokens_of(communication.params, 0, rank, num_tokens, device)
-        run_round(communication, self._inputs, tokens_per_rank, combine_input)
-        communication.check()
-        self._graph = torch.cuda.CUDAGraph()
-        with capturing(self._graph, device):
-            self._received, self._combined = run_round(
-                communication, self._inputs, tokens_per_rank, combine_input
-            )
-
-    def replay(self, verdict: Verdict, index: int, sent: list[Tokens]) -> None:
-        """Replay with this rank's part of `sent` as round `index` of the verdict."""
-        communication = self._communication
-        mine = sent[communication.ep_rank]
-        self._inputs.copy_(mine)
-        self._graph.replay()
-        verdict.judge_dispatch(index, self._received, sent)
-        wanted = expected_sums(
-            communication.params,
-            communication.ep_size,
-            mine,
-            low_precision=getattr(communication.config, "use_low_precision_combine", False),
-        )
-        verdict.judge_sums(index, self._combined, wanted)
-
-
-def sent_by_all(
-    communication: MoEEpCommunication, stamp: int, counts: list[int], valid: list[int] | None = None
-) -> list[Tokens]:
-    return [
-        tokens_of(
-            communication.params,
-            stamp,
-            source,
-            n,
-            communication.device,
-            valid=None if valid is None else valid[source],
-        )
-        for source, n in enumerate(counts)
-    ]
-
-
-def play_eagerly(
-    communication: MoEEpCommunication, verdict: Verdict, index: int, counts: list[int], most: int
-) -> None:
-    sent = sent_by_all(communication, 1000 + index, counts)
-    mine = sent[communication.ep_rank]
-    received, combined = run_round(communication, mine, most, "tensor")
-    verdict.judge_dispatch(index, received, sent)
-    wanted = expected_sums(communication.params, communication.ep_size, mine)
-    verdict.judge_sums(index, combined, wanted)
-
-
 def replay_with_new_values(
-    context: RankContext, backend: str, combine_input: str, eager_between: bool, **options: bool
+    context: RankContext,
+    backend: str,
+    *,
+    combine_input: str = "tensor",
+    eager_between: bool = False,
+    **options: bool,
 ) -> None:
     """Body: every replay has other values and, by turns, another number of valid rows."""
     size = context.size
@@ -144,20 +55,18 @@ def replay_with_new_values(
         eager_verdict.require()
 
 
+def play_replays(ranks: RunOnRanks, backend: Backend, device: str, size: int, **how: Any) -> None:
+    """how: as of replay_with_new_values."""
+    ranks(size, replay_with_new_values, device=device, seconds=60, backend=backend.name, **how)
+
+
 @on_shared_gpus
 @sizes
+@pytest.mark.parametrize("eager_between", [False, True], ids=["alone", "between_eager_rounds"])
 def test_each_replay_equals_the_oracle(
-    ranks: RunOnRanks, backend: Backend, device: str, size: int
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, eager_between: bool
 ) -> None:
-    ranks(
-        size,
-        replay_with_new_values,
-        device=device,
-        backend=backend.name,
-        combine_input="tensor",
-        eager_between=False,
-        seconds=60,
-    )
+    play_replays(ranks, backend, device, size, eager_between=eager_between)
 
 
 @on_each(having="zero_copy", devices=SHARED_GPUS)
@@ -165,47 +74,14 @@ def test_each_replay_equals_the_oracle(
 def test_each_replay_with_experts_in_place_equals_the_oracle(
     ranks: RunOnRanks, backend: Backend, device: str, size: int
 ) -> None:
-    ranks(
-        size,
-        replay_with_new_values,
-        device=device,
-        backend=backend.name,
-        combine_input="buffer",
-        eager_between=False,
-        seconds=60,
-    )
+    play_replays(ranks, backend, device, size, combine_input="buffer")
 
 
 @on_each(having="low_precision", devices=SHARED_GPUS)
 def test_each_replay_in_low_precision_equals_the_oracle(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    ranks(
-        2,
-        replay_with_new_values,
-        device=device,
-        backend=backend.name,
-        combine_input="tensor",
-        eager_between=False,
-        use_low_precision_combine=True,
-        seconds=60,
-    )
-
-
-@on_shared_gpus
-@sizes
-def test_eager_rounds_of_other_shapes_may_lie_between_replays(
-    ranks: RunOnRanks, backend: Backend, device: str, size: int
-) -> None:
-    ranks(
-        size,
-        replay_with_new_values,
-        device=device,
-        backend=backend.name,
-        combine_input="tensor",
-        eager_between=True,
-        seconds=60,
-    )
+    play_replays(ranks, backend, device, 2, use_low_precision_combine=True)
 
 
 def replay_in_turn(context: RankContext, backend: str, capacities: list[int]) -> None:
@@ -237,6 +113,48 @@ def test_graphs_of_different_capacity_may_be_replayed_in_turn(
         device=device,
         backend=backend.name,
         capacities=[8, 3, 160],
+        seconds=60,
+    )
+
+
+def replay_layers_in_turn(
+    context: RankContext, backend: str, layers: tuple[MoEEpCommParams, ...], capacities: list[int]
+) -> None:
+    """Body: graphs of layers of one arena, of each capacity, replayed in turn."""
+    size, rounds = context.size, 50 * len(layers)
+    communications = [create(context, params, backend, arena=layers) for params in layers]
+    device = communications[0].device
+    captured = {
+        (index, capacity): CapturedRound(communication, capacity, capacity)
+        for index, communication in enumerate(communications)
+        for capacity in capacities
+    }
+    verdicts = [Verdict(params, size, context.rank, rounds, device) for params in layers]
+    for index in range(rounds):
+        layer = index * 2 % len(layers)
+        capacity = capacities[index // 3 % len(capacities)]
+        valid = [(index * 3 + source) % (capacity + 1) for source in range(size)]
+        sent = sent_by_all(communications[layer], 1 + index, [capacity] * size, valid)
+        captured[layer, capacity].replay(verdicts[layer], index, sent)
+    for communication, verdict in zip(communications, verdicts, strict=True):
+        communication.check()
+        verdict.require()
+    for communication in communications:
+        communication.destroy()
+
+
+@on_shared_gpus
+@sizes
+def test_graphs_of_different_layers_of_an_arena_may_be_replayed_in_turn(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    ranks(
+        size,
+        replay_layers_in_turn,
+        device=device,
+        backend=backend.name,
+        layers=(PARAMS, MoEEpCommParams(10, 8, 160, 256), MoEEpCommParams(7, 2, 40, 4096)),
+        capacities=[8, 3, 40],
         seconds=60,
     )
 

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
-from moe_ep.config import CommunicationConfig
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.kernels import OneSidedKernels
-from moe_ep.one_sided.settings import OneSidedSettings
 from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
 from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
 
 
-@dataclass(frozen=True)
-class PacketSteps:
-    """Which steps go as packets on CUDA: flags in the data.
-
-    max_tokens: of each rank.
-    always: whether they come back as packets, too, also where a pull was measured to be faster.
-    """
-
-    max_tokens: int
-    always: bool = False
-
-    @classmethod
-    def fastest(cls, params: MoEEpCommParams, ep_size: int) -> PacketSteps:
-        """Return those for which packets were measured to be faster."""
-        sizes = (ep_size, params.top_k, params.max_tokens_per_rank)
-        return cls(_native.low_latency_tokens(*sizes))
-
-
 def geometry_of(
     params: MoEEpCommParams,
     ep_size: int,
-    settings: OneSidedSettings,
+    config: OneSidedConfig,
     device: torch.device,
-    packets: PacketSteps,
     *,
-    spans_gpus: bool,
+    spans_gpus: bool = True,
 ) -> Geometry:
-    """Return what sizes the workspace of a communication; `.segment_bytes` is the size per rank.
+    """Return what sizes the workspace of a communication, with room for every layer of its arena;
+    `.segment_bytes` is the size per rank.
 
     spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
         ordered within one GPU only. The size does not depend on it.
@@ -54,19 +32,24 @@ def geometry_of(
     Raises MoEEpConfigError where a size is past its limit.
     """
     on_cuda = device.type == "cuda"
+    layers = config.layers_with(params)
+    top_k = max(layer.top_k for layer in layers)
+    max_tokens_per_rank = max(layer.max_tokens_per_rank for layer in layers)
+    packets = config._packet_steps(ep_size, top_k, max_tokens_per_rank)
     try:
         return Geometry(
             ep_size=ep_size,
             num_experts=params.num_experts,
             top_k=params.top_k,
-            max_tokens_per_rank=params.max_tokens_per_rank,
-            dispatch_bytes_per_token=params.dispatch_bytes_per_token
-            + settings.extra_payload_bytes_per_token,
-            combine_bytes_per_token=_combine_bytes_per_token(params, settings),
-            eplb_stats_num_experts=settings.eplb_stats_num_experts,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dispatch_bytes_per_token=max(layer.dispatch_bytes_per_token for layer in layers)
+            + config.extra_payload_bytes_per_token,
+            combine_bytes_per_token=max(_combine_bytes(layer, config) for layer in layers),
+            eplb_stats_num_experts=config.eplb_stats_num_experts,
             low_latency_tokens=packets.max_tokens if on_cuda else 0,
             spans_gpus=int(spans_gpus),
             prefers_packets=int(packets.always and on_cuda),
+            max_top_k=top_k,
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None
@@ -76,13 +59,11 @@ def join_workspace(
     kernels: OneSidedKernels,
     bootstrap: BootstrapConfig,
     comm: CommBackend,
-    config: CommunicationConfig,
+    config: OneSidedConfig,
     layout: Geometry,
-    *,
-    enable_rank_mask: bool,
 ) -> Workspace:
     """Return the workspace of a communication, which others may have, too. Collective."""
-    apart = enable_rank_mask  # a rank that is masked off once is out of step for all objects
+    apart = config.enable_rank_mask  # a rank that is masked off once is out of step for all objects
     return join_memory(
         bootstrap,
         comm,
@@ -94,8 +75,8 @@ def join_workspace(
     )
 
 
-def _combine_bytes_per_token(params: MoEEpCommParams, settings: OneSidedSettings) -> int:
+def _combine_bytes(params: MoEEpCommParams, config: OneSidedConfig) -> int:
     """Return the bytes of an expert's row as it travels."""
-    if not settings.use_low_precision_combine:
+    if not config.use_low_precision_combine:
         return params.combine_bytes_per_token
     return row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes

@@ -106,9 +106,7 @@ def test_a_new_communication_has_had_no_round_whatever_lay_at_its_addresses(
 def initialise_again(context: RankContext, backend: str) -> None:
     """Body: on the same memory, rounds and a graph, for one geometry after the other."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
-    tested = named(backend)
-    config = tested.communication.config_type()
-    geometries = [tested.places.geometry_of(params, size, config, device) for params in ALL_PARAMS]
+    geometries = [named(backend).geometry_of(params, size, device) for params in ALL_PARAMS]
     graphs = []
     segment_bytes = max(one.segment_bytes for one in geometries)
     with bare_workspace(context, backend, segment_bytes) as workspace:

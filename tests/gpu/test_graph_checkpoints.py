@@ -7,8 +7,8 @@ import pytest
 from moe_ep import MoEEpCommParams
 from tests.backends import Backend, on_shared_gpus
 from tests.conftest import RunOnRanks
+from tests.gpu.captured_rounds import CapturedRound, play_eagerly, sent_by_all
 from tests.gpu.device_rounds import Verdict
-from tests.gpu.test_one_sided_graphs import CapturedRound, play_eagerly, sent_by_all
 from tests.ranks import RankContext
 from tests.rounds import create
 

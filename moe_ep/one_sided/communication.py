@@ -1,0 +1,254 @@
+"""How do the one-sided backends fill the contract? All alike: a workspace in shared memory, and two
+ops a round.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moe_ep import _native, cuda_support, shared_gpus
+from moe_ep.bootstrap import BootstrapConfig
+from moe_ep.checks import check_type
+from moe_ep.communication import MoEEpCommunication
+from moe_ep.config import CommunicationConfig
+from moe_ep.dispatch_result import MoEEpDispatchResult
+from moe_ep.errors import MoEEpConfigError
+from moe_ep.one_sided import received
+from moe_ep.one_sided.config import OneSidedConfig
+from moe_ep.one_sided.kernels import OneSidedKernels
+from moe_ep.one_sided.workspace import geometry_of, join_workspace
+from moe_ep.params import MoEEpCommParams
+from moe_ep.sharing import memory_kind
+from moe_ep.streams import refuse_foreign_capture
+from moe_ep.tensors import dense_rows, fill_with_sums
+
+
+class OneSidedAlltoAll(MoEEpCommunication):
+    """A backend derives from this class and has a config derived from OneSidedConfig. It sets what
+    makes it another one than the others: `_kernels`, and the GPUs that they need.
+    """
+
+    _kernels: ClassVar[OneSidedKernels]
+    _min_capability: ClassVar[cuda_support.Capability]
+    """Of CUDA devices, and of the code for them."""
+    supports_cuda_graph = True
+    supports_torch_compile = True
+    _has_graph_ops = True
+    one_host_only = True
+
+    @classmethod
+    def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
+        """Return why it cannot run on `device` of this machine, None if it can. No collective."""
+        return cuda_support.reason_against(cls.backend_name, cls._min_capability, device)
+
+    @classmethod
+    def estimate_workspace_bytes(
+        cls,
+        params: MoEEpCommParams,
+        ep_size: int,
+        config: CommunicationConfig,
+        *,
+        device: int | str | torch.device | None = None,
+    ) -> int:
+        """Return the `workspace_bytes` of each rank's object before anything is allocated.
+
+        device: as in BootstrapConfig.
+        """
+        check_type("config", config, cls.config_type)
+        assert isinstance(config, OneSidedConfig)  # what the line above says, for mypy
+        where = BootstrapConfig(1, 0, device=device).torch_device
+        geometry = geometry_of(params, ep_size, config, where)
+        return _native.mapped_bytes(memory_kind(where), geometry.segment_bytes)
+
+    def __init__(
+        self, bootstrap: BootstrapConfig, params: MoEEpCommParams, config: OneSidedConfig
+    ) -> None:
+        check_type("config", config, self.config_type)
+        super().__init__(
+            bootstrap,
+            params,
+            config,
+            extra_payload_bytes_per_token=config.extra_payload_bytes_per_token,
+            eplb_stats_num_experts=config.eplb_stats_num_experts,
+        )
+        shared_gpus.warn_of_overlapping_shares(self._gpu_shares, self.ep_rank)
+        self._has_gradients &= not config.use_low_precision_combine
+        spans_gpus = shared_gpus.are_several(self._gpu_shares)
+        layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
+        self._ops = self._kernels.ops
+        self._layout = layout
+        self._geometry: list[int] = layout.fields()
+        self._timeout_sec = config.timeout_sec
+        self._enable_pdl = config.enable_pdl is not False
+        self._low_precision = config.use_low_precision_combine
+        self._rank_mask_words = _native.rank_mask_words(self.ep_size)
+        with self._on_stream():
+            self._enter(join_workspace(self._kernels, bootstrap, self._comm, config, layout))
+        self._workspace: Tensor = self._shared.tensor
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        hidden_states_scale: Tensor | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+    ) -> MoEEpDispatchResult:
+        """Send every token to the ranks that own its experts; see MoEEpCommunication.dispatch.
+        Collective.
+
+        active_rank_mask: [ceil(ep_size / 64)] uint64, bit i set for each active rank; the same on
+            all active ranks and in both calls of a round; needs `enable_rank_mask`. On the CPU, or
+            on `device`: then it is read when the kernel runs, also in a captured graph. Tokens to
+            other ranks are dropped, and nothing is sent to them or awaited from them. None: all
+            ranks are active. Mask a rank only once it is dead or has returned from its last
+            combine: nobody waits until it has read what it still needs. To have it back, call
+            `reinitialize` on it and on the others, before its bit is set again.
+        """
+        self._check_call("dispatch", active_rank_mask)
+        return self._run_dispatch(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            hidden_states_scale=hidden_states_scale,
+            runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+        )
+
+    def combine(
+        self,
+        expert_output: Tensor,
+        *,
+        output: Tensor | None = None,
+        active_rank_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Bring the partial rows back and sum them; see MoEEpCommunication.combine. Collective.
+
+        active_rank_mask: the mask that dispatch got.
+        """
+        self._check_call("combine", active_rank_mask)
+        return self._run_combine(expert_output, output=output, active_rank_mask=active_rank_mask)
+
+    def _check_call(self, call: str, active_rank_mask: Tensor | None) -> None:
+        """Check what the host can see of a call besides its other arguments, before anything else.
+
+        call: dispatch or combine, for messages.
+        """
+        self._check_rank_mask(active_rank_mask)
+        refuse_foreign_capture(call, self._bootstrap)
+
+    def _check_rank_mask(self, mask: Tensor | None) -> None:
+        """Check what the host can see of a mask; the op checks its bits."""
+        if mask is None:
+            return
+        check_type("active_rank_mask", mask, Tensor)
+        if not self._rank_mask_enabled:
+            raise MoEEpConfigError(
+                "active_rank_mask needs a communication created with enable_rank_mask=True."
+            )
+        if mask.dtype != torch.uint64:
+            raise TypeError(f"active_rank_mask must be torch.uint64, got {mask.dtype}.")
+        if tuple(mask.shape) != (self._rank_mask_words,):
+            raise MoEEpConfigError(
+                f"active_rank_mask must have shape [{self._rank_mask_words}] for {self.ep_size} "
+                f"ranks, got {list(mask.shape)}."
+            )
+        if mask.device.type != "cpu" and mask.device != self.device:
+            places = "cpu" if self.device.type == "cpu" else f"cpu or {self.device}"
+            raise MoEEpConfigError(f"active_rank_mask must be on {places}, got {mask.device}.")
+
+    def _dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        *,
+        hidden_states_scale: Tensor | None,
+        tokens_per_rank: int,
+        eplb_local_stats: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> MoEEpDispatchResult:
+        payloads = [dense_rows(hidden_states)]
+        if hidden_states_scale is not None:
+            payloads.append(dense_rows(hidden_states_scale))
+        stats, mask = eplb_local_stats, active_rank_mask
+        with self._on_stream():
+            got = received.run_dispatch(
+                self._ops,
+                self._workspace,
+                self._layout,
+                self._geometry,
+                self.ep_rank,
+                topk_ids.contiguous(),
+                None if topk_weights is None else topk_weights.contiguous(),
+                payloads,
+                eplb_local_stats=None if stats is None else stats.contiguous(),
+                active_rank_mask=None if mask is None else mask.contiguous(),
+                invalid_expert_id=self.params.invalid_expert_id,
+                tokens_per_rank=tokens_per_rank,
+                timeout_sec=self._timeout_sec,
+                enable_pdl=self._enable_pdl,
+            )
+        return MoEEpDispatchResult(
+            hidden_states=got.payloads[0],
+            topk_ids=got.topk_ids,
+            topk_weights=got.topk_weights,
+            tokens_per_rank=tokens_per_rank,
+            hidden_states_scale=got.payloads[1] if len(payloads) > 1 else None,
+            eplb_gathered_stats=got.eplb_gathered_stats,
+            recv_token_counts=got.recv_token_counts,
+        )
+
+    def _combine(
+        self,
+        expert_output: Tensor,
+        *,
+        num_tokens: int,
+        tokens_per_rank: int,
+        output: Tensor | None,
+        active_rank_mask: Tensor | None,
+    ) -> Tensor:
+        with self._on_stream():
+            rows = dense_rows(expert_output)
+            mask = None if active_rank_mask is None else active_rank_mask.contiguous()
+            where = (self._workspace, rows, mask, self._geometry, self.ep_rank)
+            if output is not None:
+
+                def combine_into(sums: Tensor) -> None:
+                    how = (self._timeout_sec, sums, self._enable_pdl, self._low_precision)
+                    self._ops.combine_out(*where, tokens_per_rank, *how)
+
+                fill_with_sums(output, combine_into)
+                return output
+            what = (num_tokens, tokens_per_rank, rows.shape[1], rows.dtype)
+            how = (self._timeout_sec, self._enable_pdl, self._low_precision)
+            combined: Tensor = self._ops.combine(*where, *what, *how)
+            return combined
+
+    def _check(self) -> None:
+        with self._on_stream():
+            self._ops.check(self._workspace, self._geometry, self.ep_rank)
+
+    def _combine_input_buffer(self) -> Tensor | None:
+        if self._low_precision:
+            return None  # rows are quantised on their way into the workspace
+        return received.combine_input_buffer(
+            self._workspace,
+            self._layout,
+            self.ep_rank,
+            self._tokens_per_rank,
+            self.params.hidden_size,
+            self.params.token_dtype,
+        )
+
+    def _destroy(self) -> None:
+        # The memory goes with the last object of the workspace, which waits for own rounds only:
+        # peers keep their mappings of it until they destroy.
+        del self._workspace
