@@ -141,7 +141,9 @@ def compiled_as_eager(
         n = max(0, n - context.rank)
         inputs = random_inputs(PARAMS, n, small_integers, 10 * step + context.rank)
         wanted = gradients(model, inputs, times)
-        got = gradients(compiled, inputs, times)
+        # With aot_eager, torch 2.11 takes a saved number of tokens for a tensor to donate.
+        with torch._functorch.config.patch(donated_buffer=False):
+            got = gradients(compiled, inputs, times)
         for name, one, other in zip(("y", "x", "weights", "gate"), got, wanted, strict=True):
             same = one is other is None or (one is not None and torch.equal(one, other))
             assert same, f"{pattern}, n={n}: {name} is {one}, not {other}"
