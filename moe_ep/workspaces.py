@@ -217,8 +217,7 @@ class Workspace:
             )
         if self.memory.state != "mapped":
             raise MoEEpStateError(
-                f"{_REINITIALIZE} without memory: {self.remedy}. It broke because: "
-                f"{self.broken_by}"
+                f"{_REINITIALIZE} without memory: {self.remedy}. It broke because: {self.broken_by}"
             )
 
     def prepare(self, settle: Callable[[], None]) -> None:
