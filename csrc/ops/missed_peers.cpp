@@ -18,17 +18,6 @@ ControlBlock& control_of(const WorkspaceRows& workspace, int64_t rank) {
   return *reinterpret_cast<ControlBlock*>(workspace.base + rank * workspace.rank_stride);
 }
 
-std::string ranks_in(const RankMask& mask, int64_t ep_size) {
-  std::ostringstream ranks;
-  const char* separator = "";
-  for (int32_t rank = 0; rank < ep_size; ++rank) {
-    if (!mask.contains(rank)) continue;
-    ranks << separator << rank;
-    separator = ", ";
-  }
-  return ranks.str();
-}
-
 // Of a peer that may be about to begin the round: a disagreement is found when one is seen.
 std::string words_for_mask(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
                            std::chrono::steady_clock::time_point deadline) {

@@ -25,7 +25,12 @@ ControlBlock& control_of_round(const one_sided::CombineParams& p) {
         "combine must be called with the sizes of its dispatch, num_tokens=", control.num_tokens,
         " and tokens_per_rank=", control.tokens_per_rank, ", got ", p.num_tokens, " and ",
         p.tokens_per_rank);
-  check(p.active == control.active, "active_rank_mask must be the one that dispatch got");
+  if (!(p.active == control.active)) {
+    const int32_t ep_size = p.workspace.geometry.ep_size;
+    fail("MoEEpConfigError", "active_rank_mask must be the one that dispatch got, with ranks ",
+         ranks_in(control.active, ep_size), ", got one with ranks ", ranks_in(p.active, ep_size),
+         ": call combine again with that one");
+  }
   return control;
 }
 

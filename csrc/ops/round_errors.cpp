@@ -42,8 +42,8 @@ void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
     fail("MoEEpTimeoutError", "rank ", ep_rank, " met rank ", record.peer, " in ",
          phase_name(record.phase), " of another round (epoch ", record.epoch_expected,
          " expected, ", record.epoch_seen,
-         " seen): a call failed on one of them only. Call reinitialize, or re-create the "
-         "communication, on all ranks.");
+         " seen): a call failed, or had another active_rank_mask, on one of them only. Call "
+         "reinitialize, or re-create the communication, on all ranks.");
   }
   std::ostringstream found;
   if (record.why == Missed::kDeadline) {

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <limits>
+#include <sstream>
 
 #include "core/geometry_check.h"
 #include "ops/errors.h"
@@ -96,7 +97,8 @@ void raise_copy() {
   fail("MoEEpStateError",
        "this workspace tensor is a copy of the shared one, and the peers do not write into "
        "copies. torch.compile makes such a copy when a view of the workspace is used after the "
-       "next dispatch: clone() what must outlive the round, before combine");
+       "next dispatch: clone() what must outlive the round, before combine. With another backend "
+       "than inductor, such as aot_eager, it always does");
 }
 
 void check_initialised(const ControlBlock& control, uint64_t fingerprint) {
@@ -136,10 +138,24 @@ ActiveRanks active_ranks_from(const std::optional<Tensor>& mask, const Tensor& w
   }
   const int32_t bits_of_last = g.ep_size - (words - 1) * kRanksPerMaskWord;
   check(bits_of_last == kRanksPerMaskWord || given[words - 1] >> bits_of_last == 0,
-        "active_rank_mask must name ranks below ep_size=", g.ep_size, " only");
-  check(active.contains(static_cast<int32_t>(ep_rank)),
-        "active_rank_mask must contain the caller's own rank ", ep_rank);
+        "active_rank_mask must name ranks below ep_size=", g.ep_size, " only, got ",
+        given[words - 1], " as its last word; active_rank_mask(ranks, ep_size) makes one");
+  if (!active.contains(static_cast<int32_t>(ep_rank))) {
+    fail("MoEEpConfigError", "active_rank_mask must contain the caller's own rank ", ep_rank,
+         ", got ranks ", ranks_in(active, g.ep_size), ": a rank that is masked off makes no calls");
+  }
   return {active, nullptr};
+}
+
+std::string ranks_in(const RankMask& mask, int64_t ep_size) {
+  std::ostringstream ranks;
+  const char* separator = "";
+  for (int32_t rank = 0; rank < ep_size; ++rank) {
+    if (!mask.contains(rank)) continue;
+    ranks << separator << rank;
+    separator = ", ";
+  }
+  return mask == RankMask{} ? "(none)" : ranks.str();
 }
 
 int32_t checked_timeout(int64_t timeout_sec) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/payload_placement.h"
@@ -62,6 +63,8 @@ struct ActiveRanks {
 // mask: in host memory, or where the workspace is.
 ActiveRanks active_ranks_from(const std::optional<Tensor>& mask, const Tensor& workspace,
                               const Geometry& geometry, int64_t ep_rank);
+// "0, 2" for messages.
+std::string ranks_in(const RankMask& mask, int64_t ep_size);
 
 // Raises MoEEpConfigError unless low <= value <= high.
 int32_t bounded(const char* name, int64_t value, int64_t low, int64_t high);

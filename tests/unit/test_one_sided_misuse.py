@@ -267,8 +267,11 @@ def test_a_mask_must_be_a_tensor_of_this_group_s_ranks(backend: Backend) -> None
         with pytest.raises(TypeError, match=r"active_rank_mask must be a torch.Tensor, got list"):
             comm.dispatch(ROWS, IDS, active_rank_mask=[0])  # type: ignore[call-arg]
         two_ranks = kernels.active_rank_mask([0, 1], 2)
-        with pytest.raises(MoEEpConfigError, match="ranks below ep_size=1 only"):
+        with pytest.raises(MoEEpConfigError, match="ranks below ep_size=1 only, got 3 as its last"):
             comm.dispatch(ROWS, IDS, active_rank_mask=two_ranks)  # type: ignore[call-arg]
+        nobody = kernels.active_rank_mask([], 1)
+        with pytest.raises(MoEEpConfigError, match=r"the caller's own rank 0, got ranks \(none\)"):
+            comm.dispatch(ROWS, IDS, active_rank_mask=nobody)  # type: ignore[call-arg]
         assert_a_round_is_right(comm)
 
 
@@ -397,7 +400,7 @@ def test_options_of_quantised_sums_are_refused_before_anything_is_sent(
 def other_mask_in_combine(threads: Threads, rank: int) -> None:
     received = threads.dispatch(rank)
     alone = kernels.active_rank_mask([rank], 2)
-    with pytest.raises(MoEEpConfigError, match="active_rank_mask must be the one that dispatch"):
+    with pytest.raises(MoEEpConfigError, match=f"dispatch got.* 0, 1, got one with ranks {rank}:"):
         threads.combine(rank, received.payloads[0], active_rank_mask=alone)
     threads.combine(rank, received.payloads[0])
 
