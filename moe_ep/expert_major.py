@@ -18,6 +18,8 @@ from moe_ep.derivatives import differentiable_once
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import TOKEN_DTYPES
+from moe_ep.pick_sums import sum_of_picks
+from moe_ep.tensors import host_may_read
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class ExpertMajorRows:
     expert_of_row: [M] int32: 0..L-1, and -1 in rows of zeros.
     row_of_pick: [N, top_k] int64: the row of each pick, M for one that has none.
     pick_weights: [N, top_k] float32, as received, or None.
-    is_incomplete: [N] bool: a local pick of the received row found no room; None where there is
-        room for all.
+    is_incomplete: [N] bool: a local pick of the received row found no room; None where the host
+        knows that all found some.
     """
 
     hidden_states: Tensor
@@ -177,10 +179,12 @@ class _Groups:
             pick_of_row=pick_of_row,
         )
 
-    def is_incomplete(self, num_experts: int) -> Tensor:
-        """Return [N] bool: a local pick of the row has none of the M rows."""
+    def is_incomplete(self, num_experts: int) -> Tensor | None:
+        """Return [N] bool: a local pick of the row has none of the M rows. None if that is seen to
+        be true of none."""
         is_local = self.expert_of_pick.view(self.row_of_pick.shape) < num_experts
-        return (is_local & (self.row_of_pick == self.pick_of_row.shape[0])).any(1)
+        incomplete = (is_local & (self.row_of_pick == self.pick_of_row.shape[0])).any(1)
+        return None if host_may_read(incomplete) and not incomplete.any() else incomplete
 
 
 class _ToExperts(torch.autograd.Function):
@@ -198,7 +202,7 @@ class _ToExperts(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (row_of_pick,) = ctx.saved_tensors
-        return _sum_of_picks(grad, None, row_of_pick), None, None, None
+        return sum_of_picks(grad, None, row_of_pick), None, None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -208,7 +212,7 @@ class _FromExperts(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, row_of_pick: Tensor) -> Tensor:
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, row_of_pick)
         ctx.room = rows.shape[0]
-        return _sum_of_picks(rows, weights, row_of_pick)
+        return sum_of_picks(rows, weights, row_of_pick)
 
     @staticmethod
     @differentiable_once
@@ -238,26 +242,14 @@ def _rows_or_zeros(source: Tensor, index: Tensor, is_row: Tensor) -> Tensor:
         return source.new_zeros((index.shape[0], source.shape[1]))
     # As bytes: some dtypes of quantised rows know no fill.
     rows = source.contiguous().view(torch.uint8).index_select(0, index)
-    return rows.masked_fill_(~is_row.view(-1, 1), 0).view(source.dtype)
+    if host_may_read(is_row):
+        rows.index_fill_(0, (~is_row).nonzero().flatten(), 0)  # few, where a mask looks at all
+    else:
+        rows.masked_fill_(~is_row.view(-1, 1), 0)
+    return rows.view(source.dtype)
 
 
 def _entries(values: Tensor, index: Tensor, is_row: Tensor, otherwise: float) -> Tensor:
     if values.shape[0] == 0:
         return values.new_full(index.shape, otherwise)
     return values.index_select(0, index).where(is_row, otherwise)
-
-
-def _sum_of_picks(rows: Tensor, weights: Tensor | None, row_of_pick: Tensor) -> Tensor:
-    """Return [N, *] in the rows' dtype: float32 sums in the order of the picks, rounded once."""
-    num_rows, top_k = row_of_pick.shape
-    total = rows.new_zeros((num_rows, rows.shape[1]), dtype=torch.float32)
-    if rows.shape[0] == 0:
-        return total.to(rows.dtype)
-    for slot in range(top_k):
-        index = row_of_pick[:, slot]
-        has_row = index < rows.shape[0]
-        part = rows.index_select(0, index.where(has_row, 0)).float()
-        if weights is not None:
-            part *= weights[:, slot : slot + 1]
-        total = torch.where(has_row.view(-1, 1), total + part, total)
-    return total.to(rows.dtype)

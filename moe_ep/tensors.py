@@ -35,3 +35,10 @@ def fill_with_sums(output: Tensor, combine_into: Callable[[Tensor], None]) -> No
             output.copy_(dense)  # the sums are right, the error is about other slots
         raise
     output.copy_(dense)
+
+
+def host_may_read(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at without a wait for a device: sizes may then
+    follow from them.
+    """
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (torch's own name for it)
 
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.dispatch_result import MoEEpDispatchResult
+from moe_ep.tensors import host_may_read
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From rows [M, hidden_size], local expert ids [M, 1] int64 and weights [M, 1] to [M, hidden_size].
@@ -55,18 +54,16 @@ def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
     asks_host: whether the experts wait for the device themselves, as transformers' loops do; some
         of these do not skip rows.
     """
-    if _counts_are_free(one.received.topk_ids):
-        return _over_picks(one, experts)
-    communication = one.communication
-    permuted = communication.permute_to_experts(one.received)
-    rows, expert = permuted.hidden_states, permuted.expert_of_row.long()
-    if asks_host:
-        filled = max(1, int(permuted.expert_offsets[-1]))
-        rows, expert = rows[:filled], expert[:filled].clamp(min=0)
-    expert = torch.where(expert < 0, communication.num_local_experts, expert)
-    made = experts(rows, expert.view(-1, 1), _ones(rows))
-    if asks_host:
-        made = F.pad(made, (0, 0, 0, permuted.hidden_states.shape[0] - made.shape[0]))
+    communication, received = one.communication, one.received
+    is_counted = asks_host or host_may_read(received.topk_ids)
+    # No row is skipped then, but where there is no pick at all: one row of zeros goes to the first
+    # expert, since the experts take part in backward on every rank, as FSDP wants.
+    max_rows = max(1, _count_local_picks(one)) if is_counted else None
+    permuted = communication.permute_to_experts(received, max_rows=max_rows)
+    expert = permuted.expert_of_row.long()
+    expert = expert.where(expert >= 0, 0 if is_counted else communication.num_local_experts)
+    rows = permuted.hidden_states
+    made = experts(rows, expert.view(-1, 1), rows.new_ones((rows.shape[0], 1)))
     return communication.unpermute_from_experts(made, permuted)
 
 
@@ -75,30 +72,6 @@ def combine(one: OpenRound, partial: Tensor) -> Tensor:
     return one.communication.combine(partial)
 
 
-def _counts_are_free(topk_ids: Tensor) -> bool:
-    """Whether the host can count the picks without a wait for the device."""
-    return topk_ids.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _over_picks(one: OpenRound, experts: Experts) -> Tensor:
-    """Run the experts on as many rows as there are picks of them, which only the host can tell.
-
-    On the CPU that costs nothing, while rows that are skipped do.
-    """
-    received, communication = one.received, one.communication
-    local = received.topk_ids.long() - communication.first_local_expert
-    row, slot = ((local >= 0) & (local < communication.num_local_experts)).nonzero(as_tuple=True)
-    rows, expert = received.hidden_states[row], local[row, slot]
-    if row.shape[0] == 0:
-        # The experts take part in backward on every rank, as FSDP wants.
-        rows, expert = rows.new_zeros((1, rows.shape[1])), expert.new_zeros(1)
-    made = experts(rows, expert.view(-1, 1), _ones(rows))[: row.shape[0]]
-    assert received.topk_weights is not None  # weights were sent
-    weighted = made.float() * received.topk_weights[row, slot].view(-1, 1)
-    total = weighted.new_zeros(received.hidden_states.shape)
-    # On the CPU one after the other: a row's picks in their order.
-    return total.index_add(0, row, weighted).to(received.hidden_states.dtype)
-
-
-def _ones(rows: Tensor) -> Tensor:
-    return rows.new_ones((rows.shape[0], 1))
+def _count_local_picks(one: OpenRound) -> int:
+    local = one.received.topk_ids - one.communication.first_local_expert
+    return int(((local >= 0) & (local < one.communication.num_local_experts)).sum())
