@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -51,7 +53,7 @@ def _over_those_with_a_row(rows: Tensor, weights: Tensor | None, row_of_pick: Te
     firsts = range(0, num_rows, at_once)
     bounds = torch.searchsorted(target, torch.tensor([*firsts, num_rows])).tolist()
     total = rows.new_empty((at_once, width), dtype=torch.float32)
-    for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False):
+    for first, (begin, end) in zip(firsts, pairwise(bounds), strict=True):
         if begin == end:
             continue
         part = rows.index_select(0, source[begin:end]).float()
