@@ -215,8 +215,7 @@ def _check_eplb_stats(num_stats: int, device: torch.device, stats: Tensor | None
 
 
 def _check_tensor(name: str, value: Tensor, dim: int | None, device: torch.device) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
+    check_type(name, value, Tensor)
     check_plain(name, value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be dense (torch.strided), got {value.layout}.")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ep import _native, cuda_support, shared_gpus
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.checks import check_type
+from moe_ep.checks import check_dtype, check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
@@ -153,8 +153,7 @@ class OneSidedAlltoAll(MoEEpCommunication):
             raise MoEEpConfigError(
                 "active_rank_mask needs a communication created with enable_rank_mask=True."
             )
-        if mask.dtype != torch.uint64:
-            raise TypeError(f"active_rank_mask must be torch.uint64, got {mask.dtype}.")
+        check_dtype("active_rank_mask", mask, (torch.uint64,))
         if tuple(mask.shape) != (self._rank_mask_words,):
             raise MoEEpConfigError(
                 f"active_rank_mask must have shape [{self._rank_mask_words}] for {self.ep_size} "
