@@ -16,6 +16,7 @@ enum class Missed : uint32_t {
   kInterrupted,   // by a signal handler of this process
   kMasksDiffer,   // the peer's rank mask is not this rank's
   kDestroyed,     // the peer's communication
+  kWentOn,        // the peer, to a round without this rank, which was still reading its rows
 };
 
 // A wait on a peer that did not end well.

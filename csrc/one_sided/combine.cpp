@@ -5,7 +5,7 @@
 // get_combine_input_buffer) between its dispatch and its combine, before it signals `ready`; its
 // peers read them after their wait. They are written again after the next dispatch, whose wait
 // every active peer satisfies only after its pull. A peer that is masked off in that next round is
-// not waited for: this is why a living rank must have left its last combine before it is masked.
+// not waited for: it looks, when it has pulled, whether that round has begun.
 #include <vector>
 
 #include "core/quantize_row.h"
@@ -93,18 +93,20 @@ Outcome combine(const CombineParams& p, const ParallelFor& parallel_for) {
   rows.row_type = static_cast<int32_t>(p.row_type);
   rows.low_precision = p.low_precision;
   rows.hidden_size = p.hidden_size;
-  const Outcome met = agreement.meet_in_combine(rows);
-  if (p.output != nullptr && (met == Outcome::kTimeout || met == Outcome::kInterrupted)) {
+  Outcome outcome = agreement.meet_in_combine(rows);
+  if (outcome == Outcome::kDone) {
+    constexpr int64_t kTokensPerChunk = 8;
+    parallel_for(0, p.num_tokens, kTokensPerChunk, [&](int64_t begin, int64_t end) {
+      std::vector<float> sum(p.quantized != nullptr ? static_cast<size_t>(p.hidden_size) : 0);
+      for (int64_t token = begin; token < end; ++token) pull(p, layout, own, token, sum.data());
+    });
+    if (p.quantized != nullptr) clear_padding_rows(*p.quantized);
+    outcome = agreement.confirm_rows();
+  }
+  if (p.output != nullptr && (outcome == Outcome::kTimeout || outcome == Outcome::kInterrupted)) {
     poison_sums(p.num_tokens * p.hidden_size, p.row_type, p.output);
   }
-  if (met != Outcome::kDone) return met;
-  constexpr int64_t kTokensPerChunk = 8;
-  parallel_for(0, p.num_tokens, kTokensPerChunk, [&](int64_t begin, int64_t end) {
-    std::vector<float> sum(p.quantized != nullptr ? static_cast<size_t>(p.hidden_size) : 0);
-    for (int64_t token = begin; token < end; ++token) pull(p, layout, own, token, sum.data());
-  });
-  if (p.quantized != nullptr) clear_padding_rows(*p.quantized);
-  return Outcome::kDone;
+  return outcome;
 }
 
 }  // namespace moe_ep::one_sided

@@ -45,6 +45,14 @@ std::string words_for_mask(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
        "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
 }
 
+[[noreturn]] void raise_left_behind(const TimeoutRecord& record, int64_t ep_rank) {
+  fail(
+      "MoEEpMaskDisagreementError", "rank ", record.peer, " masked rank ", ep_rank,
+      " off while it was in combine of round ", record.epoch_expected,
+      ", and may have overwritten the rows for it: no sums were formed. Mask a rank that lives off "
+      "when it has returned from its combine; to bring it back, call reinitialize on all.");
+}
+
 // Of an initialised workspace of any transport.
 void leave_workspace(Tensor workspace, int64_t ep_rank) {
   const auto bytes = static_cast<int64_t>(sizeof(ControlBlock));
@@ -56,6 +64,7 @@ void leave_workspace(Tensor workspace, int64_t ep_rank) {
 
 void raise_missed(const WorkspaceRows& workspace) {
   const TimeoutRecord& record = control_of(workspace, workspace.ep_rank).timeout;
+  if (record.why == Missed::kWentOn) raise_left_behind(record, workspace.ep_rank);
   if (record.first_why == Missed::kMasksDiffer) raise_masks(workspace);
   raise_timeout(record, workspace.ep_rank);
 }

@@ -29,6 +29,8 @@ const char* words_for(Missed why) {
       return "whose communication was destroyed";
     case Missed::kInterrupted:
       return "where a signal handler ended its wait";
+    case Missed::kWentOn:
+      return "which masked it off";
     default:
       return "which it waited for in vain";
   }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <optional>
 
@@ -33,6 +34,20 @@ class Agreement {
                                                       : intrudes(theirs, ep_rank_);
       if (!differs) continue;
       return record_missed(how_, control_, missed_for(Missed::kMasksDiffer, peer, theirs.epoch));
+    }
+    return Outcome::kDone;
+  }
+
+  // When this rank has read its peers' rows. One that has begun a round without it has not waited
+  // for that, and may have written others there.
+  Outcome confirm_rows() const {
+    // Between reading the rows and the masks, which are written before rows of another round.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    for (int32_t peer = 0; peer < how_.ep_size; ++peer) {
+      if (!how_.active.contains(peer)) continue;
+      ControlBlock& theirs = segment_of_(peer).control();
+      if (!excludes(theirs, peer, ep_rank_)) continue;
+      return record_missed(how_, control_, missed_for(Missed::kWentOn, peer, theirs.epoch));
     }
     return Outcome::kDone;
   }

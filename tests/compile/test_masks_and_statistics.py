@@ -52,7 +52,8 @@ def play_and_compile(
     context: RankContext, backend: str, rounds: Sequence[Round], trains: bool
 ) -> tuple[list[Played], int]:
     """Body: play the rounds compiled, until this rank is masked off, and compare gradients with
-    those of eager rounds. Return what came, and how many graphs there are."""
+    those of eager rounds. Return what came, and how many graphs there are. Nobody may be masked off
+    who has still to read what it got."""
     torch._dynamo.reset()
     counters.clear()
     options = {"enable_rank_mask": True} if named(backend).masks else {}
@@ -65,8 +66,9 @@ def play_and_compile(
         compiler = "aot_eager" if trains else "inductor"
         compiled: Model = torch.compile(model, fullgraph=True, backend=compiler)
         for one in rounds:
+            context.barrier()
             if one.active_ranks is not None and context.rank not in one.active_ranks:
-                break
+                continue
             mask = None if one.active_ranks is None else active_rank_mask(one.active_ranks, SIZE)
             with torch.set_grad_enabled(trains):
                 got, combined, *grads = run(compiled, one, context.rank, mask, trains)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
+import torch
 
 from moe_ep import MoEEpCommParams, MoEEpMaskDisagreementError, MoEEpStateError
+from moe_ep.cake.kernels import active_rank_mask
 from tests.backends import Backend, on_each
 from tests.conftest import RunOnRanks
 from tests.multirank.test_reinitialize import masked_round
@@ -125,3 +128,56 @@ def test_a_rank_that_is_written_to_by_one_that_it_masks_has_right_data_or_an_err
     for seed, played in enumerate(results[0]):
         check(PARAMS, masked_round([0], 2, seed), [played, None])
     assert results[1] == [None] * races
+
+
+WIDE = MoEEpCommParams(2, 1, 256, 8192, dtype=torch.float32)
+
+
+def go_on_without_a_rank_that_reads(
+    context: RankContext, backend: str, attempts: int
+) -> tuple[int, int]:
+    """Body: rank 1 adds many rows of rank 0, which goes on without it at once, and writes others
+    over them. Returns how often rank 1 got its sums, and how often an error.
+    """
+    rank, sums, errors = context.rank, 0, 0
+    ids = torch.zeros((256 * rank, 1), dtype=torch.int32)
+    everyone, alone = (active_rank_mask(active, 2) for active in ((0, 1), (0,)))
+    with create(context, WIDE, backend, timeout_sec=BUDGET, enable_rank_mask=True) as communication:
+        for _ in range(attempts):
+            communication.dispatch(torch.ones(len(ids), 8192), ids, active_rank_mask=everyone)
+            rows = communication.get_combine_input_buffer()
+            assert rows is not None
+            rows.fill_(1)
+            context.barrier()
+            total: list[torch.Tensor] = []
+            combine = partial(communication.combine, rows, active_rank_mask=everyone)
+            problem = problem_of(lambda: total.append(combine()))  # noqa: B023
+            if problem is None:
+                assert (total[0] == 1).all()
+                sums += 1
+            else:
+                assert rank == 1
+                words = ["rank 0 masked rank 1 off while it was in combine"]
+                expect(problem, MoEEpMaskDisagreementError, words)
+                errors += 1
+            if rank == 0:
+                communication.dispatch(torch.ones(0, 8192), ids, active_rank_mask=alone)
+                again = communication.get_combine_input_buffer()
+                assert again is not None
+                communication.combine(again.fill_(2), active_rank_mask=alone)
+            communication.reinitialize()
+    return sums, errors
+
+
+@on_each(having="masks", devices=(CPU,))
+def test_a_rank_that_is_masked_off_while_it_reads_has_its_sums_or_an_error(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    attempts = 20
+    results = ranks(
+        2, go_on_without_a_rank_that_reads, device=device, backend=backend.name, attempts=attempts
+    )
+    assert results[0] == (attempts, 0)
+    sums, errors = results[1]
+    assert sums + errors == attempts
+    assert errors > 0

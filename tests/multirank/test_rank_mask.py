@@ -25,13 +25,14 @@ with_masks = on_each(having="masks")
 def play_without(
     context: RankContext, backend: str, rounds: Sequence[Round], **options: bool
 ) -> list[Played] | None:
-    """Body: play the rounds, whose masks grow smaller; a rank leaves when it is masked off."""
+    """Body: play the rounds, whose masks grow smaller; who is masked off sits by. Nobody may be so
+    who has still to read what it got."""
     played = []
     with create(context, PARAMS, backend, timeout_sec=10, **MASKED, **options) as communication:
         for one in rounds:
-            if one.active_ranks is not None and context.rank not in one.active_ranks:
-                break
-            played.append(play_round(communication, one))
+            if one.active_ranks is None or context.rank in one.active_ranks:
+                played.append(play_round(communication, one))
+            context.barrier()
     return played
 
 

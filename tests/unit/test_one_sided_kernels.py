@@ -113,10 +113,11 @@ def play(
     def body(rank: int) -> list[tuple[kernels.ReceivedTokens, Tensor]]:
         played = []
         for one, partial in zip(rounds, partials, strict=True):
+            group.barrier.wait(SECONDS)  # nobody may be masked off who has still to read
             mask = None
             if one.active_ranks is not None:
                 if rank not in one.active_ranks:
-                    break
+                    continue
                 mask = kernels.active_rank_mask(one.active_ranks, size)
             got = kernels.dispatch(
                 group.workspace,
