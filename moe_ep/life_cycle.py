@@ -162,7 +162,8 @@ class LifeCycle(abc.ABC):
         move(self._shared, group)
 
     def destroy(self) -> None:
-        """Free what the object holds; a shared workspace goes with the last object. Idempotent.
+        """Free what the object holds, and let go of its group; a shared workspace goes with the
+        last object. Idempotent.
 
         All ranks should call it, but it waits for nobody: memory that peers share is free when the
         last of them has let go of it. Also legal on a broken object, while the memory is released,
