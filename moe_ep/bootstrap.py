@@ -25,6 +25,12 @@ from moe_ep.peer_exchange import has_gloo
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# Functions of this module have as a default argument the default group of the moment when it is
+# loaded, which torch._dynamo does. Loaded before there is one, they hold none, whose threads would
+# outlive `destroy_process_group` and could abort the exit.
+if not dist.is_initialized():
+    import torch.distributed.nn.functional
+
 
 @dataclass(frozen=True)
 class BootstrapConfig:
