@@ -33,7 +33,7 @@ def run(name: str, ranks: int, *arguments: str, wrong: str = "") -> tuple[int, s
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=110,
+        timeout=280,
         check=False,
     )
     return process.returncode, process.stdout + process.stderr

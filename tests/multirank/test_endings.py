@@ -215,7 +215,7 @@ def run_to_the_end(
     ranks: RunOnRanks, backend: Backend, device: str, end: Callable[..., None]
 ) -> None:
     outcomes = ranks(
-        2, ending, device=device, dedicated=True, seconds=60, backend=backend.name, end=end
+        2, ending, device=device, dedicated=True, backend=backend.name, end=end
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]

@@ -63,7 +63,7 @@ def check_training(
     size = trainings[0].ep_size
     assert {one.ep_size for one in trainings} == {size}
     body = {"backend": backend.name, "trainings": trainings}
-    of_ranks = ranks(size, train, device=device, seconds=60, **body)
+    of_ranks = ranks(size, train, device=device, **body)
     all_wanted = []
     for index, one in enumerate(trainings):
         wanted = run_model(one, ReferenceExchange(one))

@@ -73,7 +73,6 @@ def live_through_cycles(
 
 
 @every_backend
-@pytest.mark.timeout(180)
 def test_many_cycles_leave_descriptors_mappings_and_memory_where_they_were(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -81,7 +80,6 @@ def test_many_cycles_leave_descriptors_mappings_and_memory_where_they_were(
         2,
         live_through_cycles,
         device=device,
-        seconds=150,
         backend=backend.name,
         cycles=200 if device == CPU else 60,
     )
@@ -292,7 +290,6 @@ def test_a_process_may_exit_without_destroy(
         leave_without_destroy,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
         moment=moment,
     )

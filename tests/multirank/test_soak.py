@@ -18,6 +18,7 @@ from tests.backends import Backend, every_backend, on_each
 from tests.conftest import RunOnRanks
 from tests.ranks import RankContext
 from tests.ranks.devices import CPU
+from tests.ranks.processes import PATIENCE_SECONDS
 from tests.rounds import create
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -128,7 +129,7 @@ def resident_bytes() -> int:
 
 
 @every_backend
-@pytest.mark.timeout(240 * SOAK)
+@pytest.mark.timeout(300 * SOAK)
 def test_no_round_shows_anything_of_another_and_nothing_grows(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_no_round_shows_anything_of_another_and_nothing_grows(
         4,
         soak,
         device=device,
-        seconds=200 * SOAK,
+        seconds=PATIENCE_SECONDS * SOAK,
         backend=backend.name,
         rounds=SOAK * ROUNDS[backend.name] if device == CPU else ROUNDS_ON_GPUS,
     )
@@ -146,7 +147,7 @@ def test_no_round_shows_anything_of_another_and_nothing_grows(
 
 
 @on_each(having="masks")
-@pytest.mark.timeout(240 * SOAK)
+@pytest.mark.timeout(300 * SOAK)
 def test_no_round_shows_anything_of_another_while_ranks_are_masked_off_and_come_back(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -154,7 +155,7 @@ def test_no_round_shows_anything_of_another_while_ranks_are_masked_off_and_come_
         4,
         soak,
         device=device,
-        seconds=200 * SOAK,
+        seconds=PATIENCE_SECONDS * SOAK,
         backend=backend.name,
         rounds=SOAK * ROUNDS[backend.name] // 2 if device == CPU else ROUNDS_ON_GPUS,
         masked=True,
@@ -163,9 +164,8 @@ def test_no_round_shows_anything_of_another_while_ranks_are_masked_off_and_come_
 
 
 @every_backend
-@pytest.mark.timeout(240)
 def test_more_ranks_than_cores_keep_in_step(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     rounds = 150 if device == CPU else 50
-    ranks(8, soak, device=device, seconds=200, backend=backend.name, rounds=rounds)
+    ranks(8, soak, device=device, backend=backend.name, rounds=rounds)

@@ -388,7 +388,7 @@ def lose_a_rank(context: RankContext, victim: int) -> tuple[str, float]:
 def test_rank_that_dies_in_the_exchange_is_missed_and_named(
     ranks: Any, size: int, victim: int
 ) -> None:
-    outcomes = ranks(size, lose_a_rank, dedicated=True, seconds=90, victim=victim)
+    outcomes = ranks(size, lose_a_rank, dedicated=True, victim=victim)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exit_code == -signal.SIGKILL

@@ -167,7 +167,6 @@ def test_each_wait_has_the_whole_budget_and_no_more(
         fall_silent_after_a_slow_start,
         device=device,
         dedicated=True,
-        seconds=budget + start + 20,
         backend=backend.name,
         budget=budget,
         start=start,
@@ -207,7 +206,6 @@ def test_the_sums_that_a_silent_peer_has_a_part_in_are_nan(
         combine_with_a_silent_peer,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
     )
     assert [outcome.error for outcome in outcomes] == [None, None]

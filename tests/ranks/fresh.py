@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import devices, wire
 from tests.ranks.process import serve_once
-from tests.ranks.processes import RankFailedError, Ranks
+from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError, Ranks
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run_fresh(
     *,
     mps: devices.Mps,
     device: str = devices.CPU,
-    seconds: float = 30,
+    seconds: float = PATIENCE_SECONDS,
 ) -> list[Outcome]:
     """Return how each of `size` new processes ended that ran `body(context, **kwargs)`.
 

@@ -12,7 +12,7 @@ from typing import Any
 from tests.ranks import devices, wire
 from tests.ranks.fresh import Outcome, run_fresh
 from tests.ranks.process import serve
-from tests.ranks.processes import RankFailedError, Ranks
+from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError, Ranks
 from tools.mps import share_of_gpu
 
 MAX_RANKS = 8
@@ -41,7 +41,7 @@ class RankPool:
         kwargs: dict[str, Any],
         *,
         device: str = devices.CPU,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
     ) -> list[Any]:
         """Return what `body(context, **kwargs)` returned on each of `size` ranks.
 
@@ -82,7 +82,7 @@ class RankPool:
         kwargs: dict[str, Any],
         *,
         device: str = devices.CPU,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
     ) -> list[Outcome]:
         """Return how each of `size` new processes ended; see `fresh.run_fresh`."""
         outcomes: list[Outcome] = []

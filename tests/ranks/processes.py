@@ -42,6 +42,12 @@ _PRELOADED = (
 )
 
 
+PATIENCE_SECONDS = 200.0
+"""How long a body may take. Only for one that hangs: within the limit that pytest has for a test,
+and far above what the longest takes on a machine with other work.
+"""
+
+
 class RankFailedError(AssertionError):
     """A body failed on a rank, or a rank died or did not end. The message has every rank's part."""
 
