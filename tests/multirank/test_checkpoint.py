@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -41,6 +40,7 @@ from tests.problems import Problem, expect, problem_of
 from tests.ranks import Outcome, RankContext
 from tests.ranks.devices import CPU, ONE_GPU
 from tests.ranks.processes import PATIENCE_SECONDS
+from tests.ranks.waiting import introduce, outlive
 from tests.rounds import Played, Round, check, check_all, create, play_round, random_round, rows_of
 
 pytestmark = pytest.mark.multirank
@@ -580,11 +580,12 @@ def test_a_view_that_is_touched_while_released_faults(
 
 
 def checkpoint_alone(context: RankContext, backend: str) -> Problem | None:
-    """Body: rank 1 does not come to what rank 0 calls."""
+    """Body: rank 1 does not come to what rank 0 calls, as long as that one is there."""
+    introduce(context)
     bootstrap = BootstrapConfig(context.size, context.rank, device=context.device)
-    communication = create_communication(bootstrap, PARAMS, backend, timeout_sec=1)
+    communication = create_communication(bootstrap, PARAMS, backend, timeout_sec=4)
     if context.rank == 1:
-        time.sleep(2.5)
+        outlive(0)
         return None
     return problem_of(communication.checkpoint_prepare)
 

@@ -295,8 +295,8 @@ def test_a_process_may_exit_without_destroy(
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
-    limit = 10 if device == CPU else 30  # the start of CUDA is in it
-    assert all(outcome.seconds < limit for outcome in outcomes), outcomes
+    # With the process's start, on a machine with other work; nothing that is waited for ends.
+    assert all(outcome.seconds < 60 for outcome in outcomes), outcomes
 
 
 def destroy_one_after_the_other(context: RankContext, backend: str) -> bool:

@@ -124,8 +124,12 @@ def open_descriptors() -> int:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Return what the process has in memory besides files: their pages come and go as the machine
+    has room.
+    """
+    with open("/proc/self/status") as file:
+        kilobytes = dict(line.split(maxsplit=2)[:2] for line in file if line.startswith("Rss"))
+    return 1024 * (int(kilobytes["RssAnon:"]) + int(kilobytes["RssShmem:"]))
 
 
 @every_backend

@@ -396,7 +396,8 @@ def test_rank_that_dies_in_the_exchange_is_missed_and_named(
         assert outcome.error is None, outcome.error
         message, seconds = outcome.value
         assert f"rank {victim}" in message
-        assert seconds < 0.3 + 2.5, message  # a second, and as much again on a busy machine
+        # A second, or more on a machine with other work, but not the minute of the exchange.
+        assert seconds < 20, message
 
 
 def test_group_of_one_needs_no_handles() -> None:

@@ -1,5 +1,5 @@
-"""How do fresh ranks wait for each other where they cannot talk: one of them is to be silent, or has
-failed?
+"""How do fresh ranks wait for each other where they cannot talk, since one of them is to be silent,
+or has failed?
 
 Over the store that their parent holds, and by what the kernel says of a process. So no test needs
 to guess how long another rank takes.
