@@ -12,7 +12,7 @@ using namespace moe_ep;
 namespace {
 
 constexpr int64_t kIdBytes = kTopK * 4;
-constexpr int32_t kTimeoutSec = 60;
+constexpr int32_t kTimeoutSec = 15;
 
 class Rank : Player {
  public:
