@@ -43,7 +43,7 @@ SOON = 60  # with the process's start, on a machine with other work; nothing tha
 
 
 def new_communication(
-    context: RankContext, backend: str, timeout_sec: int = 300
+    context: RankContext, backend: str, timeout_sec: int = 2 * SOON
 ) -> MoEEpCommunication:
     bootstrap = BootstrapConfig(context.size, context.rank, device=context.device)
     return create_communication(bootstrap, PARAMS, backend, timeout_sec=timeout_sec)
