@@ -19,7 +19,7 @@ from tests.ranks.launched import (
     world_size_problem,
 )
 from tests.ranks.pool import RankPool
-from tests.ranks.processes import start_server
+from tests.ranks.processes import PATIENCE_SECONDS, start_server
 
 # The same examples every time and on every rank; a body on real processes has no useful deadline.
 settings.register_profile("ranks", derandomize=True, database=None, deadline=None)
@@ -46,7 +46,7 @@ class RunOnRanks:
         *,
         device: str = devices.CPU,
         dedicated: bool = False,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
         **kwargs: Any,
     ) -> list[Any]:
         """Return what `body(context, **kwargs)` returned on each of `size` ranks.

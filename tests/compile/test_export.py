@@ -84,7 +84,7 @@ def load_and_run(context: RankContext, folder: str) -> list[Tensor]:
 
 @pytest.mark.multirank
 def test_a_program_runs_in_other_processes(ranks: RunOnRanks, tmp_path: Path) -> None:
-    how = {"seconds": 110, "folder": str(tmp_path)}
+    how = {"folder": str(tmp_path)}
     eager = ranks(2, export_and_run, **how)
     for want, loaded in zip(eager, ranks(2, load_and_run, dedicated=True, **how), strict=True):
         assert loaded.value is not None, loaded.error

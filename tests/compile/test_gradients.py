@@ -162,7 +162,7 @@ def test_gradients_of_compiled_layers_are_those_of_eager_ones(
     how = {"backend": "cake", "pattern": pattern, "tokens": [6], "times": 2}
     how["compiler"] = COMPILERS.get(pattern, "aot_eager")
     wanted = {"graphs": 1, "skips": 0}
-    assert ranks(2, compiled_as_eager, **how, seconds=110) == [wanted, wanted]
+    assert ranks(2, compiled_as_eager, **how) == [wanted, wanted]
 
 
 def watched_training(context: RankContext, layers: int) -> tuple[int, int]:
@@ -183,7 +183,7 @@ def test_no_graph_of_a_training_step_holds_a_part_of_the_workspace(
     ranks: RunOnRanks, layers: int
 ) -> None:
     """So that no compiler can clone it, and nothing that backward needs lies in it."""
-    assert ranks(2, watched_training, layers=layers, seconds=110) == [(2, 0), (2, 0)]
+    assert ranks(2, watched_training, layers=layers) == [(2, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,7 +191,7 @@ def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks, backend
     how = {"backend": backend, "pattern": "x1", "tokens": [6, 7, 4, 8, 6]}
     how["compiler"] = "inductor" if backend == "cake" else "aot_eager"
     wanted = {"graphs": 2, "skips": 0}
-    assert ranks(2, compiled_as_eager, **how, seconds=110) == [wanted, wanted]
+    assert ranks(2, compiled_as_eager, **how) == [wanted, wanted]
 
 
 def without_gradients(context: RankContext) -> list[int]:
@@ -216,7 +216,7 @@ def without_gradients(context: RankContext) -> list[int]:
 
 
 def test_other_backends_compile_without_gradients_too(ranks: RunOnRanks) -> None:
-    assert ranks(2, without_gradients, seconds=110) == [[2, 1], [2, 1]]
+    assert ranks(2, without_gradients) == [[2, 1], [2, 1]]
 
 
 @torch.enable_grad()
@@ -240,7 +240,7 @@ def checkpointed(context: RankContext) -> None:
 
 
 def test_compiled_layers_can_be_checkpointed(ranks: RunOnRanks) -> None:
-    ranks(2, checkpointed, seconds=110)
+    ranks(2, checkpointed)
 
 
 @torch.enable_grad()
@@ -271,4 +271,4 @@ def whole_layer(context: RankContext) -> int:
 
 
 def test_a_layer_with_grouped_products_trains_in_one_graph(ranks: RunOnRanks) -> None:
-    assert ranks(2, whole_layer, seconds=110) == [1, 1]
+    assert ranks(2, whole_layer) == [1, 1]

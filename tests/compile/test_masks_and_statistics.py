@@ -127,7 +127,7 @@ def play_and_check(
 ) -> None:
     rounds = rounds_of(masks)
     how = {"backend": backend, "rounds": rounds, "trains": trains}
-    results = ranks(SIZE, play_and_compile, **how, seconds=110)
+    results = ranks(SIZE, play_and_compile, **how)
     for index, one in enumerate(rounds):
         of_ranks = [played[index] if index < len(played) else None for played, _ in results]
         check(PARAMS, one, of_ranks)

@@ -127,14 +127,14 @@ def test_compiled_layers_equal_eager_ones_in_one_graph(
     ranks: RunOnRanks, backend: str, pattern: str
 ) -> None:
     how = {"backend": backend, "pattern": pattern, "tokens": [5]}
-    assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
+    assert ranks(2, compiled_equals_eager, **how) == [1, 1]
 
 
 @pytest.mark.parametrize("backend", ["cake", "nvlink_two_sided"])
 def test_token_counts_are_dynamic_after_one_recompile(ranks: RunOnRanks, backend: str) -> None:
     """With masks, and for nvlink_one_sided: tests.compile.test_masks_and_statistics."""
     how = {"backend": backend, "pattern": "elementwise x1", "tokens": [5, 7, 3, 8]}
-    assert ranks(2, compiled_equals_eager, **how, seconds=110) == [2, 2]
+    assert ranks(2, compiled_equals_eager, **how) == [2, 2]
 
 
 @one_sided_names
@@ -143,7 +143,7 @@ def test_a_layer_whose_rows_travel_in_low_precision_compiles(
 ) -> None:
     how = {"backend": backend, "pattern": "elementwise x1", "tokens": [5]}
     how["use_low_precision_combine"] = True
-    assert ranks(2, compiled_equals_eager, **how, seconds=110) == [1, 1]
+    assert ranks(2, compiled_equals_eager, **how) == [1, 1]
 
 
 def a_clone_of_the_workspace(context: RankContext, backend: str) -> str:
@@ -178,7 +178,7 @@ def compiled_without_inductor(context: RankContext, backend: str) -> str:
 def test_a_compiler_that_clones_the_workspace_gets_an_error(
     ranks: RunOnRanks, backend: str
 ) -> None:
-    for said in ranks(2, compiled_without_inductor, backend=backend, seconds=110):
+    for said in ranks(2, compiled_without_inductor, backend=backend):
         assert "this workspace tensor is a copy of the shared one" in said, said
 
 

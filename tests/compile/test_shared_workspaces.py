@@ -38,4 +38,4 @@ def compiled_in_turns(context: RankContext) -> int:
 
 
 def test_layers_that_share_a_workspace_compile_into_one_graph(ranks: RunOnRanks) -> None:
-    assert ranks(2, compiled_in_turns, seconds=100) == [1, 1]
+    assert ranks(2, compiled_in_turns) == [1, 1]

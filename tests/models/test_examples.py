@@ -38,7 +38,7 @@ def run(name: str, ranks: int, *arguments: str, wrong: str = "") -> tuple[int, s
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert "threads of Gloo" not in process.stderr, process.stderr

@@ -63,7 +63,7 @@ def run_small_model(*, backend: str, ranks: int, device: str, cache: Path) -> st
 @starts_ranks
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 # That backends give the same bits on any number of ranks is what the contract's tests show.
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "torch_dist"), (4, "cake")])
 def test_expert_parallel_model_gives_the_logits_of_one_process(
@@ -79,7 +79,7 @@ def test_expert_parallel_model_gives_the_logits_of_one_process(
 @needs_transformers
 @starts_ranks
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "torch_dist"])
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -91,7 +91,7 @@ def test_expert_parallel_models_are_the_plain_ones(
     ranks: RunOnRanks, folders: dict[str, Path], plain: dict[str, Any]
 ) -> None:
     body = {"folders": {family: str(folder) for family, folder in folders.items()}}
-    outcomes = ranks(SIZE, play, dedicated=True, seconds=110, **body)
+    outcomes = ranks(SIZE, play, dedicated=True, **body)
     for outcome in outcomes:
         assert outcome.value is not None, outcome.error
     for rank, outcome in enumerate(outcomes):
@@ -165,7 +165,7 @@ def test_ranks_that_hold_one_batch_send_a_slice_each(
     ranks: RunOnRanks, folders: dict[str, Path], plain: dict[str, Any]
 ) -> None:
     folder, model = folders["qwen3_moe"], plain["qwen3_moe"]
-    outcomes = ranks(SIZE, play_shared_batch, dedicated=True, seconds=110, folder=str(folder))
+    outcomes = ranks(SIZE, play_shared_batch, dedicated=True, folder=str(folder))
     ids = tokens(0, 7)
     model.zero_grad()
     model(ids, labels=ids, use_cache=False).loss.backward()

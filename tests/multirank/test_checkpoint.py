@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -40,6 +39,8 @@ from tests.multirank.test_soak import open_descriptors, resident_bytes
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import Outcome, RankContext
 from tests.ranks.devices import CPU, ONE_GPU
+from tests.ranks.processes import PATIENCE_SECONDS
+from tests.ranks.waiting import introduce, outlive
 from tests.rounds import Played, Round, check, check_all, create, play_round, random_round, rows_of
 
 pytestmark = pytest.mark.multirank
@@ -167,7 +168,7 @@ def live_through_checkpoints(
 
 
 @with_memory
-@pytest.mark.timeout(60 + 2 * CHECKPOINTS)
+@pytest.mark.timeout(300 + 2 * CHECKPOINTS)
 def test_many_checkpoints_leave_descriptors_mappings_and_memory_where_they_were(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -175,7 +176,7 @@ def test_many_checkpoints_leave_descriptors_mappings_and_memory_where_they_were(
         2,
         live_through_checkpoints,
         device=device,
-        seconds=40 + 2 * CHECKPOINTS,
+        seconds=PATIENCE_SECONDS + 2 * CHECKPOINTS,
         backend=backend.name,
         cycles=CHECKPOINTS,
         one=random_round(PARAMS, (5, 8), seed=1),
@@ -407,7 +408,6 @@ def test_the_memory_comes_back_over_a_new_process_group(
         restore_over_a_new_group,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
         wrapped=wrapped,
         rounds=ROUNDS,
@@ -580,11 +580,12 @@ def test_a_view_that_is_touched_while_released_faults(
 
 
 def checkpoint_alone(context: RankContext, backend: str) -> Problem | None:
-    """Body: rank 1 does not come to what rank 0 calls."""
+    """Body: rank 1 does not come to what rank 0 calls, as long as that one is there."""
+    introduce(context)
     bootstrap = BootstrapConfig(context.size, context.rank, device=context.device)
-    communication = create_communication(bootstrap, PARAMS, backend, timeout_sec=1)
+    communication = create_communication(bootstrap, PARAMS, backend, timeout_sec=4)
     if context.rank == 1:
-        time.sleep(2.5)
+        outlive(0)
         return None
     return problem_of(communication.checkpoint_prepare)
 

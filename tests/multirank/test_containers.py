@@ -67,7 +67,7 @@ def test_ranks_play_in_a_container(
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert result.returncode == 0, result.stderr

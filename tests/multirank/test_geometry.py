@@ -144,7 +144,6 @@ def play_any_geometry(
 
 
 @on_shared_gpus
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("size", "hidden_size", "most"), [(2, 7168, 1024), (4, 2880, 1024), (8, 7168, 128)]
 )
@@ -156,7 +155,6 @@ def test_large_steps_between_small_ones_are_exact(
 
 
 @on_each(having="low_precision", devices=SHARED_GPUS)
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("size", "hidden_size", "most"), [(2, 7168, 1024), (4, 2880, 512), (2, 17001, 256)]
 )
@@ -191,7 +189,6 @@ def play_large_steps(
         params=params,
         rounds=rounds,
         options={"use_low_precision_combine": True} if low_precision else {},
-        seconds=100,
     )
     check_all(params, rounds, played, low_precision=low_precision)
 

@@ -99,7 +99,6 @@ def test_groups_that_overlap_do_not_meet(
         play_in_groups,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
         steps=steps,
         rounds=5,

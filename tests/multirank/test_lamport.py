@@ -53,7 +53,6 @@ def test_steps_on_both_sides_of_every_limit_are_exact(
         params=params,
         rounds=rounds,
         options=options,
-        seconds=60,
     )
     check_all(params, rounds, played)
 
@@ -108,7 +107,7 @@ def test_words_that_look_like_flags_arrive_unchanged(
 ) -> None:
     params = MoEEpCommParams(size, 1, TOKENS, HIDDEN, torch.float32)
     all_ids = [ids_of([[(rank + 1) % size]] * TOKENS, 1) for rank in range(size)]
-    came = ranks(size, send_words, device=device, backend=backend.name, options=options, seconds=60)
+    came = ranks(size, send_words, device=device, backend=backend.name, options=options)
     for index in range(ROUNDS):
         answers = [
             words_of(index, size + rank, size * TOKENS).view(torch.float32) for rank in range(size)

@@ -74,7 +74,6 @@ def live_through_cycles(
 
 
 @every_backend
-@pytest.mark.timeout(180)
 def test_many_cycles_leave_descriptors_mappings_and_memory_where_they_were(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
@@ -82,7 +81,6 @@ def test_many_cycles_leave_descriptors_mappings_and_memory_where_they_were(
         2,
         live_through_cycles,
         device=device,
-        seconds=150,
         backend=backend.name,
         cycles=200 if device == CPU else 60,
     )
@@ -293,14 +291,12 @@ def test_a_process_may_exit_without_destroy(
         leave_without_destroy,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
         moment=moment,
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
-    limit = 10 if device == CPU else 30  # the start of CUDA is in it
-    assert all(outcome.seconds < limit for outcome in outcomes), outcomes
+    assert all(outcome.seconds < 10 for outcome in outcomes), outcomes
 
 
 def destroy_one_after_the_other(context: RankContext, backend: str) -> bool:

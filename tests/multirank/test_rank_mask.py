@@ -28,7 +28,7 @@ def play_without(
     """Body: play the rounds, whose masks grow smaller; who is masked off sits by. Nobody may be so
     who has still to read what it got."""
     played = []
-    with create(context, PARAMS, backend, timeout_sec=10, **MASKED, **options) as communication:
+    with create(context, PARAMS, backend, **MASKED, **options) as communication:
         for one in rounds:
             if one.active_ranks is None or context.rank in one.active_ranks:
                 played.append(play_round(communication, one))

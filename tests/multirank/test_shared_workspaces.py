@@ -410,7 +410,6 @@ def test_process_groups_of_their_own_make_two_rounds_at_once(
         play_in_two_groups,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
         rounds=ROUNDS[:2],
     )

@@ -388,7 +388,7 @@ def lose_a_rank(context: RankContext, victim: int) -> tuple[str, float]:
 def test_rank_that_dies_in_the_exchange_is_missed_and_named(
     ranks: Any, size: int, victim: int
 ) -> None:
-    outcomes = ranks(size, lose_a_rank, dedicated=True, seconds=90, victim=victim)
+    outcomes = ranks(size, lose_a_rank, dedicated=True, victim=victim)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exit_code == -signal.SIGKILL
@@ -396,7 +396,8 @@ def test_rank_that_dies_in_the_exchange_is_missed_and_named(
         assert outcome.error is None, outcome.error
         message, seconds = outcome.value
         assert f"rank {victim}" in message
-        assert seconds < 0.3 + 2.5, message  # a second, and as much again on a busy machine
+        # A second, or more on a machine with other work, but not the minute of the exchange.
+        assert seconds < 20, message
 
 
 def test_group_of_one_needs_no_handles() -> None:

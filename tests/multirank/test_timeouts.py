@@ -28,11 +28,14 @@ from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
 from tests.ranks import Outcome, RankContext
 from tests.ranks.devices import CPU, ONE_GPU
+from tests.ranks.waiting import hear, introduce, meet, outlive, tell
 from tests.rounds import check, play_round, random_round, settled
 
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(8, 3, 5, 24)
-BUDGET = 2
+BUDGET = 4  # that of a wait for a peer that is silent; what a busy machine may be late is below it
+SOON = 20  # on a machine with other work; without, a few tenths of a second
+MUCH = 60  # a budget that is not what ends a wait
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,17 @@ def expect_timeout(communication: MoEEpCommunication, call: Any) -> Waited:
 def meet_a_silent_peer(
     context: RankContext, backend: str, silent: int, full_rounds: int, silent_in: str
 ) -> Waited | None:
-    """Body: after some rounds one rank falls silent before its next dispatch or combine."""
+    """Body: after some rounds one rank falls silent before its next dispatch or combine, until the
+    other one has missed it, and left without waiting for it.
+    """
+    introduce(context)
     communication = open_communication(context, backend, BUDGET)
     for index in range(full_rounds):
         play_round(communication, round_number(index, context.size))
     if context.rank == silent:
         if silent_in == "combine":
             dispatch_round(communication, full_rounds)
-        time.sleep(BUDGET + 2.5)
+        outlive(1 - silent)
         return None
     if silent_in == "dispatch":
         return expect_timeout(communication, lambda: dispatch_round(communication, full_rounds))
@@ -119,7 +125,7 @@ def test_a_peer_that_never_calls_is_named_with_phase_and_epoch(
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     waited = outcomes[0].value
-    assert BUDGET <= waited.seconds <= 2 * BUDGET
+    assert BUDGET <= waited.seconds < 2 * BUDGET
     epoch = full_rounds + 1
     for word in ("rank 0", "rank 1", silent_in, f"epoch {epoch} expected"):
         assert word in waited.error
@@ -129,7 +135,6 @@ def test_a_peer_that_never_calls_is_named_with_phase_and_epoch(
     assert "re-create" in waited.next_call
     assert ("reinitialize" in waited.next_call) == backend.workspace
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
-    assert outcomes[0].seconds < outcomes[1].seconds  # it did not wait for its peer to leave
 
 
 def meet_a_slow_peer(context: RankContext, backend: str, nap: float) -> Any:
@@ -143,42 +148,45 @@ def fall_silent_after_a_slow_start(
     context: RankContext, backend: str, budget: int, start: float
 ) -> tuple[Any, Waited | None]:
     """Body: rank 1 comes late to its first round, as one that compiles, and to no other."""
+    introduce(context)
+    meet("the beginning", context.size)
     communication = open_communication(context, backend, budget)
     if context.rank == 1:
         time.sleep(start)
     played = play_round(communication, round_number(0, context.size))
     if context.rank == 1:
-        time.sleep(budget + 2)
+        outlive(0)
         return played, None
     return played, expect_timeout(communication, lambda: dispatch_round(communication, 1))
 
 
 @on_the_cpu
 @pytest.mark.parametrize(
-    ("budget", "start"), [(1, 0.5), pytest.param(30, 20, marks=pytest.mark.slow)]
+    ("budget", "start"),
+    [(1, 0.5), (2, 1), (BUDGET, 2), pytest.param(30, 20, marks=pytest.mark.slow)],
 )
 def test_each_wait_has_the_whole_budget_and_no_more(
     ranks: RunOnRanks, backend: Backend, device: str, budget: int, start: float
 ) -> None:
-    if budget == 30 and backend.name != "cake":
+    if budget != BUDGET and backend.name != "cake":
         pytest.skip("one backend has shown that the number is what is waited")
     outcomes = ranks(
         2,
         fall_silent_after_a_slow_start,
         device=device,
         dedicated=True,
-        seconds=budget + start + 20,
         backend=backend.name,
         budget=budget,
         start=start,
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     check(PARAMS, round_number(0, 2), [outcome.value[0] for outcome in outcomes])
-    assert budget <= outcomes[0].value[1].seconds <= budget + 1
+    assert budget <= outcomes[0].value[1].seconds < budget + min(budget, 5)
 
 
 def combine_with_a_silent_peer(context: RankContext, backend: str) -> torch.Tensor | None:
     """Body: the output of a combine that rank 1 never joined."""
+    introduce(context)
     communication = open_communication(context, backend, BUDGET)
     one = random_round(PARAMS, [5] * context.size, seed=1, padding=0)
     device = communication.device
@@ -187,7 +195,7 @@ def combine_with_a_silent_peer(context: RankContext, backend: str) -> torch.Tens
         one.hidden_states[context.rank].to(device), one.topk_ids[context.rank].to(device)
     )
     if context.rank == 1:
-        time.sleep(BUDGET + 2.5)
+        outlive(0)
         return None
     output = communication.combine(any_partial(communication))
     try:
@@ -207,7 +215,6 @@ def test_the_sums_that_a_silent_peer_has_a_part_in_are_nan(
         combine_with_a_silent_peer,
         device=device,
         dedicated=True,
-        seconds=60,
         backend=backend.name,
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
@@ -222,7 +229,7 @@ def test_a_slow_peer_within_the_budget_is_waited_for(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     outcomes = ranks(
-        2, meet_a_slow_peer, device=device, dedicated=True, backend=backend.name, nap=5
+        2, meet_a_slow_peer, device=device, dedicated=True, backend=backend.name, nap=3
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
     check(PARAMS, round_number(0, 2), [outcome.value for outcome in outcomes])
@@ -230,7 +237,7 @@ def test_a_slow_peer_within_the_budget_is_waited_for(
 
 def lose_a_peer(context: RankContext, backend: str, victim: int, place: str) -> Waited | None:
     """Body: one rank is killed inside its tenth round."""
-    communication = open_communication(context, backend, BUDGET)
+    communication = open_communication(context, backend, MUCH)
     for index in range(9):
         play_round(communication, round_number(index, context.size))
     if context.rank == victim:
@@ -242,14 +249,16 @@ def lose_a_peer(context: RankContext, backend: str, victim: int, place: str) -> 
         dispatch_round(communication, 9)
         communication.combine(any_partial(communication))
 
-    return expect_timeout(communication, last_round)
+    missed = expect_timeout(communication, last_round)
+    meet("all have missed it", context.size - 1)  # over Gloo, one that leaves is missed, too
+    return missed
 
 
 # A client that is killed while its kernel waits takes the MPS daemon of all ranks along.
 @on_the_cpu
 @pytest.mark.parametrize("place", ["dispatch", "combine"])
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 2)])
-def test_a_peer_that_is_killed_is_named_within_the_budget(
+def test_a_peer_that_is_killed_is_named_long_before_the_budget_is_spent(
     ranks: RunOnRanks, backend: Backend, device: str, size: int, victim: int, place: str
 ) -> None:
     outcomes = ranks(
@@ -266,7 +275,7 @@ def test_a_peer_that_is_killed_is_named_within_the_budget(
             assert outcome.exit_code == -signal.SIGKILL
             continue
         assert outcome.error is None, outcome.error
-        assert outcome.value.seconds <= (1 if backend.workspace else BUDGET + 1)
+        assert outcome.value.seconds < SOON
         assert not backend.workspace or "whose process has ended" in outcome.value.error
         for word in (f"rank {rank}", f"rank {victim}", place, "epoch 10 expected"):
             assert word in outcome.value.error
@@ -274,15 +283,16 @@ def test_a_peer_that_is_killed_is_named_within_the_budget(
 
 
 def be_interrupted(context: RankContext, backend: str, budget: int) -> float | None:
-    """Body: rank 0 gets Ctrl-C while it waits for a peer that sleeps."""
+    """Body: rank 0 gets Ctrl-C while it waits for a peer that is silent."""
+    introduce(context)
     communication = open_communication(context, backend, budget)
     play_round(communication, round_number(0, context.size))
     if context.rank == 1:
-        time.sleep(BUDGET + 3)
+        outlive(0)
         return None
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         dispatch_round(communication, 1)
     except KeyboardInterrupt:
         return time.monotonic() - started
@@ -298,7 +308,7 @@ def test_ctrl_c_in_a_wait_is_raised_at_the_latest_when_the_wait_ends(
         2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=BUDGET
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
-    assert outcomes[0].value <= BUDGET + 1
+    assert outcomes[0].value < 2 * BUDGET
     assert outcomes[0].exit_code == 0
 
 
@@ -308,7 +318,7 @@ def test_ctrl_c_ends_a_wait(ranks: RunOnRanks, backend: Backend, device: str) ->
         2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=300
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
-    assert outcomes[0].value <= 1.5
+    assert outcomes[0].value < SOON
     assert outcomes[0].exit_code == 0
 
 
@@ -317,8 +327,9 @@ def destroy_after_timeout(context: RankContext, backend: str) -> Any:
     communication = open_communication(context, backend, BUDGET)
     if context.rank == 0:
         expect_timeout(communication, lambda: dispatch_round(communication, 0))
+        tell("missed")
     else:
-        time.sleep(BUDGET + 0.5)
+        hear("missed")
     communication.destroy()
     torch.distributed.destroy_process_group()
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -328,7 +339,7 @@ def destroy_after_timeout(context: RankContext, backend: str) -> Any:
         device=context.device,
         tcp_store=PrefixStore("again", store),
     )
-    with create_communication(bootstrap, PARAMS, backend, timeout_sec=20) as again:
+    with create_communication(bootstrap, PARAMS, backend, timeout_sec=MUCH) as again:
         return play_round(again, round_number(1, context.size))
 
 

@@ -54,4 +54,4 @@ def run(program: Path, ranks: int, rounds: int, first: int = 0) -> subprocess.Co
     first: where the numbers that wrap at 2**32 begin.
     """
     arguments = map(str, (ranks, rounds, first))
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=100)
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.native.native_program import ROOT, build_threads, run
 
-pytestmark = pytest.mark.timeout(300)  # a busy machine may compile for minutes
+pytestmark = pytest.mark.timeout(600)  # a busy machine may compile for minutes
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import socket
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from moe_ep import BootstrapConfig, MoEEpCommParams, create_communication
 from tests.rounds import check, play_round, random_round
@@ -87,7 +87,7 @@ def be_a_rank(restrictions: list[str]) -> None:
     bootstrap = BootstrapConfig(size, rank, device="cpu")
     with torch.no_grad():
         for backend in BACKENDS:
-            with create_communication(bootstrap, PARAMS, backend, timeout_sec=30) as communication:
+            with create_communication(bootstrap, PARAMS, backend) as communication:
                 assert "two" in backend or communication.workspace_bytes > 64 * 2**20
                 communication.checkpoint_prepare()
                 communication.checkpoint_restore()
@@ -100,14 +100,13 @@ def be_a_rank(restrictions: list[str]) -> None:
 
 
 def start(size: int, restrictions: list[str]) -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody can take the port in between
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [sys.executable, "-m", "tests.ranks.contained", *restrictions]

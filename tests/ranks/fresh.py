@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import devices, wire
 from tests.ranks.process import serve_once
-from tests.ranks.processes import RankFailedError, Ranks
+from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError, Ranks
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Outcome:
     exit_code: as the shell's, negative for a signal.
     value: what the body returned, None if it did not.
     error: the traceback if it raised.
-    seconds: from the start of the processes to the end of this one.
+    seconds: from when all had returned, raised or died to the end of this one.
     """
 
     exit_code: int
@@ -39,7 +39,7 @@ def run_fresh(
     *,
     mps: devices.Mps,
     device: str = devices.CPU,
-    seconds: float = 30,
+    seconds: float = PATIENCE_SECONDS,
 ) -> list[Outcome]:
     """Return how each of `size` new processes ended that ran `body(context, **kwargs)`.
 
@@ -54,16 +54,16 @@ def run_fresh(
         share = devices.share_of(device, rank, size, torch.cuda.device_count())
         return rank, size, port, stacks, {**daemon, **share}, request
 
-    started = time.monotonic()
-    deadline = started + seconds
+    deadline = time.monotonic() + seconds
     ranks = Ranks(size, serve_once, arguments)
     try:
         answers = ranks.collect(everyone, deadline)
+        answered = time.monotonic()
         ended: dict[int, float] = {}
         while len(ended) < size and time.monotonic() < deadline:
             for rank in everyone:
                 if rank not in ended and not ranks.processes[rank].is_alive():
-                    ended[rank] = time.monotonic() - started
+                    ended[rank] = time.monotonic() - answered
             time.sleep(0.01)
         if len(ended) < size:
             late = [rank for rank in everyone if rank not in ended]

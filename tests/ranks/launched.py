@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.ranks import devices, wire
 from tests.ranks.fresh import Outcome, run_fresh
 from tests.ranks.process import Groups, let_gloo_rest, run
-from tests.ranks.processes import RankFailedError
+from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError
 from tools.mps import share_of_gpu
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -71,7 +71,7 @@ class LaunchedRanks:
         kwargs: dict[str, Any],
         *,
         device: str = devices.CPU,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
     ) -> list[Any]:
         """Return what `body` returned on each of the last `size` processes, on every process.
 
@@ -107,7 +107,7 @@ class LaunchedRanks:
         kwargs: dict[str, Any],
         *,
         device: str = devices.CPU,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
     ) -> list[Outcome]:
         """Start fresh ranks once, from the first process, and return their outcomes on every
         process.

@@ -12,11 +12,10 @@ from typing import Any
 from tests.ranks import devices, wire
 from tests.ranks.fresh import Outcome, run_fresh
 from tests.ranks.process import serve
-from tests.ranks.processes import RankFailedError, Ranks
+from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError, Ranks
 from tools.mps import share_of_gpu
 
 MAX_RANKS = 8
-_START_SECONDS = 90.0
 _CUDA_START_SECONDS = 60.0
 # Ranks whose peer failed end by themselves, on a GPU at the latest with the time-out of their
 # kernels. One that is killed in a kernel takes the MPS daemon along.
@@ -41,7 +40,7 @@ class RankPool:
         kwargs: dict[str, Any],
         *,
         device: str = devices.CPU,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
     ) -> list[Any]:
         """Return what `body(context, **kwargs)` returned on each of `size` ranks.
 
@@ -82,7 +81,7 @@ class RankPool:
         kwargs: dict[str, Any],
         *,
         device: str = devices.CPU,
-        seconds: float = 30,
+        seconds: float = PATIENCE_SECONDS,
     ) -> list[Outcome]:
         """Return how each of `size` new processes ended; see `fresh.run_fresh`."""
         outcomes: list[Outcome] = []
@@ -130,7 +129,7 @@ class RankPool:
             ranks = Ranks(
                 MAX_RANKS, serve, lambda rank, port, stacks: (rank, MAX_RANKS, port, stacks)
             )
-            ready = ranks.collect(everyone, time.monotonic() + _START_SECONDS)
+            ready = ranks.collect(everyone, time.monotonic() + PATIENCE_SECONDS)
             if any(ready.get(rank) != ("value", "ready") for rank in everyone):
                 message = f"the pool did not start: {ready}\n{ranks.stacks(everyone)}"
                 ranks.kill()

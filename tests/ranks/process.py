@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from moe_ep import BootstrapConfig
 from tests.ranks import devices, wire
+from tests.ranks.processes import PATIENCE_SECONDS
 
 _PR_SET_PDEATHSIG = 1
-_GROUP_TIMEOUT = timedelta(seconds=60)
+_GROUP_TIMEOUT = timedelta(seconds=PATIENCE_SECONDS)
 NCCL_BACKENDS = "cpu:gloo,cuda:nccl"
 
 

@@ -42,6 +42,14 @@ _PRELOADED = (
 )
 
 
+PATIENCE_SECONDS = 200.0
+"""How long a body may take. Only for one that hangs: within the limit that pytest has for a test,
+and far above what the longest takes on a machine with other work.
+"""
+
+_STACK_SECONDS = 10.0
+
+
 class RankFailedError(AssertionError):
     """A body failed on a rank, or a rank died or did not end. The message has every rank's part."""
 
@@ -129,12 +137,17 @@ class Ranks:
             pid = self.processes[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)  # the handler writes within milliseconds, but nobody tells when
-        texts = [
-            f"--- stack of rank {rank - ranks.start}\n{Path(self.stack_file(rank)).read_text()}"
-            for rank in alive
-        ]
-        return "\n".join(texts)
+        texts: dict[int, str] = {}
+        before: dict[int, str] | None = None
+        deadline = time.monotonic() + _STACK_SECONDS
+        # Nobody tells when a handler has written all of it: when there is something, and no more.
+        while (texts != before or not all(texts.values())) and time.monotonic() < deadline:
+            before = texts
+            time.sleep(0.3)
+            texts = {rank: Path(self.stack_file(rank)).read_text() for rank in alive}
+        return "\n".join(
+            f"--- stack of rank {rank - ranks.start}\n{text}" for rank, text in texts.items()
+        )
 
     def kill(self) -> None:
         """End what still runs, and clean up."""

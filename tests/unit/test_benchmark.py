@@ -37,7 +37,7 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     # The checkout's library, whether it is installed or not.
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1])}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=environment
+        command, capture_output=True, text=True, timeout=280, check=False, env=environment
     )
 
 

@@ -30,13 +30,13 @@ class ThreadComm:
 
     def allgather(self, obj):
         self.objects[self.rank] = obj
-        self.waiting.wait(10)
+        self.waiting.wait(60)
         gathered = list(self.objects)
-        self.waiting.wait(10)
+        self.waiting.wait(60)
         return gathered
 
     def barrier(self):
-        self.waiting.wait(10)
+        self.waiting.wait(60)
 
 
 def agree_on_threads(*outcomes):
@@ -56,7 +56,7 @@ def agree_on_threads(*outcomes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     return results
 
 
@@ -135,7 +135,7 @@ def test_ranks_in_different_steps_all_raise():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(200)
     wanted = "the ranks are in different steps: rank 0: step 0; rank 1: step 1. "
     assert [text.startswith(wanted) for text in raised] == [True, True]
 

@@ -339,15 +339,15 @@ class Threads:
 
     def run(self, body: Callable[[Threads, int], Any]) -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda rank: body(self, rank), range(2), timeout=60))
+            return list(pool.map(lambda rank: body(self, rank), range(2), timeout=200))
 
     def dispatch(self, rank: int, **changes: Any) -> kernels.ReceivedTokens:
         where = (self.workspace, self.geometry, rank)
-        return kernels.dispatch(*where, IDS, [ROWS], **{"timeout_sec": 20, **changes})
+        return kernels.dispatch(*where, IDS, [ROWS], **{"timeout_sec": 60, **changes})
 
     def combine(self, rank: int, rows: Tensor, **changes: Any) -> Any:
         where = (self.workspace, self.geometry, rank)
-        return kernels.combine(*where, rows, 3, **{"timeout_sec": 20, **changes})
+        return kernels.combine(*where, rows, 3, **{"timeout_sec": 60, **changes})
 
 
 def round_after_disagreement(threads: Threads, rank: int) -> list[str]:

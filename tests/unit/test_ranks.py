@@ -20,6 +20,7 @@ from tests.conftest import RunOnRanks
 from tests.ranks import Outcome, RankContext
 from tests.ranks.launched import is_launched, world_size_problem
 from tests.ranks.processes import RankFailedError
+from tests.ranks.waiting import is_running
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(is_launched(os.environ), reason="about the processes of the pool")
@@ -75,12 +76,12 @@ def test_an_exception_on_one_rank_is_reported_with_its_rank_and_the_stacks_of_th
 
 
 def oversleep(context: RankContext) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_body_that_does_not_end_shows_every_ranks_stack(ranks: RunOnRanks) -> None:
     with pytest.raises(RankFailedError, match="rank 1 did not end") as failed:
-        ranks(2, oversleep, seconds=1)
+        ranks(2, oversleep, seconds=3)
     assert str(failed.value).count("in oversleep") == 2
 
 
@@ -130,8 +131,8 @@ from tests.ranks.processes import start_server
 from tests.unit.test_ranks import own_pid
 
 start_server()
-print(RankPool().run(8, own_pid, {}, seconds=60), flush=True)
-time.sleep(100)
+print(RankPool().run(8, own_pid, {}), flush=True)
+time.sleep(600)
 """
     session = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -140,15 +141,11 @@ time.sleep(100)
     pids = json.loads(session.stdout.readline())
     session.kill()
     session.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 8
     assert [pid for pid in pids if is_running(pid)] == []
-
-
-def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/exe").exists()  # a dead process that nobody waited for has none
 
 
 def own_pid(context: RankContext) -> int:

@@ -36,7 +36,7 @@ def output_of(page: str, folder: Path, ranks: int) -> str:
         command[1:1] = launcher
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=environment
+        command, capture_output=True, text=True, timeout=280, check=False, env=environment
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -34,7 +34,7 @@ from moe_ep.reference import evaluate_experts, reference_combine, reference_disp
 from tests.bits import assert_same_bits
 from tests.rounds import Round, ids_of, random_round, rows_of
 
-SECONDS = 20
+SECONDS = 60
 GUARD = 0xA5
 
 
@@ -356,8 +356,8 @@ def test_a_silent_peer_is_named_with_phase_and_epoch(silent_in: str) -> None:
             group.dispatch(2, one)
 
     def play_last_round(rank: int) -> None:
-        routing, _ = group.dispatch(rank, one, timeout_sec=1)
-        group.combine(rank, partial, routing, timeout_sec=1)
+        routing, _ = group.dispatch(rank, one, timeout_sec=3)
+        group.combine(rank, partial, routing, timeout_sec=3)
 
     def body(rank: int) -> tuple[str, float] | None:
         routing, _ = group.dispatch(rank, one)
@@ -377,10 +377,10 @@ def test_a_silent_peer_is_named_with_phase_and_epoch(silent_in: str) -> None:
         assert waited is not None
         message, seconds = waited
         seen = 2 if silent_in == "alltoallv" else 1
-        assert f"rank {rank} waited 1 s in {phase} for rank 2" in message
+        assert f"rank {rank} waited 3 s in {phase} for rank 2" in message
         assert f"(epoch 2 expected, {seen} seen" in message
         assert ("it stopped among its rows" in message) == (silent_in == "alltoallv")
-        assert 1 <= seconds < 3
+        assert 3 <= seconds < 20
 
 
 def test_ranks_that_prepare_different_rows_all_learn_of_it_and_go_on() -> None:
