@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.dispatch_result import MoEEpDispatchResult
+from moe_ep.expert_major import unpermute_from_experts
 from moe_ep.tensors import host_may_read
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,7 +65,10 @@ def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
     expert = expert.where(expert >= 0, 0 if is_counted else communication.num_local_experts)
     rows = permuted.hidden_states
     made = experts(rows, expert.view(-1, 1), rows.new_ones((rows.shape[0], 1)))
-    return communication.unpermute_from_experts(made, permuted)
+    # Sums may go where combine takes them from, unless it must not: then that is None.
+    is_direct = host_may_read(made) and not made.requires_grad
+    output = communication.get_combine_input_buffer(made.dtype) if is_direct else None
+    return unpermute_from_experts(made, permuted, output=output)
 
 
 def combine(one: OpenRound, partial: Tensor) -> Tensor:
