@@ -130,12 +130,37 @@ void sum_rows(Tensor rows, std::optional<Tensor> weights, Tensor row_of_pick, Te
   });
 }
 
+// Fills row n of the output with the sum of the tensors' rows n: in float32 and in the order of the
+// tensors, rounded once.
+void sum_tensors(std::vector<Tensor> tensors, Tensor output) {
+  const RowsIn sums = dense_rows("output", output);
+  const RowType type = row_type_from(output.scalar_type());
+  check(tensors.size() <= kMaxTopK, "tensors must be at most ", kMaxTopK, ", got ", tensors.size());
+  std::vector<RowsIn> from;
+  for (const Tensor& tensor : tensors) {
+    from.push_back(dense_rows("each of tensors", tensor));
+    check(tensor.scalar_type() == output.scalar_type() && tensor.size(0) == output.size(0) &&
+              from.back().row_bytes == sums.row_bytes,
+          "each of tensors must have the shape and dtype of output");
+  }
+  auto* out = static_cast<uint8_t*>(output.mutable_data_ptr());
+  torch_parallel_for()(0, output.size(0), kRowsPerChunk, [&](int64_t begin, int64_t end) {
+    const uint8_t* addends[kMaxTopK];
+    for (int64_t n = begin; n < end; ++n) {
+      for (size_t i = 0; i < from.size(); ++i) addends[i] = from[i].data + n * from[i].stride;
+      reduce_rows(addends, static_cast<int32_t>(from.size()), output.size(1), type,
+                  out + n * sums.stride);
+    }
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
   m.impl("group_picks", TORCH_BOX(&group_picks));
   m.impl("copy_rows", TORCH_BOX(&copy_rows));
   m.impl("sum_rows", TORCH_BOX(&sum_rows));
+  m.impl("sum_tensors", TORCH_BOX(&sum_tensors));
 }
 
 }  // namespace moe_ep::ops

@@ -46,7 +46,9 @@ def dispatch(
     return OpenRound(communication, received)
 
 
-def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
+def run_experts(
+    one: OpenRound, experts: Experts, *, asks_host: bool, output: Tensor | None = None
+) -> Tensor:
     """Return [R * tpr, hidden_size]: for each received row the weighted sum over its local experts.
 
     Each row is given to the experts once for each pick, with a weight of one: their weighted sum is
@@ -54,6 +56,8 @@ def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
 
     asks_host: whether the experts wait for the device themselves, as transformers' loops do; some
         of these do not skip rows.
+    output: to write to, without gradients, where the host may read; a row without a local pick
+        stays as it is.
     """
     communication, received = one.communication, one.received
     is_counted = asks_host or host_may_read(received.topk_ids)
@@ -65,9 +69,8 @@ def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
     expert = expert.where(expert >= 0, 0 if is_counted else communication.num_local_experts)
     rows = permuted.hidden_states
     made = experts(rows, expert.view(-1, 1), rows.new_ones((rows.shape[0], 1)))
-    # Sums may go where combine takes them from, unless it must not: then that is None.
-    is_direct = host_may_read(made) and not made.requires_grad
-    output = communication.get_combine_input_buffer(made.dtype) if is_direct else None
+    if output is None and host_may_read(made) and not made.requires_grad:
+        output = communication.get_combine_input_buffer(made.dtype)  # None where it must not be
     return unpermute_from_experts(made, permuted, output=output)
 
 
