@@ -36,9 +36,9 @@ def main() -> int:
     if not dist.is_torchelastic_launched():
         return start_ranks(options)
     # Not at the top: transformers takes seconds to import, and only the ranks use it.
-    from hf_moe.rank import run_rank
+    from hf_moe.rank import leave, run_rank
 
-    return run_rank(options)
+    return leave(run_rank(options))
 
 
 def start_ranks(options: argparse.Namespace) -> int:

@@ -18,12 +18,18 @@ from moe_ep.collectives import (
     as_comm_backend,
 )
 from moe_ep.errors import MoEEpConfigError
-from moe_ep.launchers import detect_launch
+from moe_ep.launchers import detect_launch, halves_of_launches
 from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.peer_exchange import has_gloo
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Functions of this module have as a default argument the default group of the moment when it is
+# loaded, which torch._dynamo does. Loaded before there is one, they hold none, whose threads would
+# outlive `destroy_process_group` and could abort the exit.
+if not dist.is_initialized():
+    import torch.distributed.nn.functional
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,8 @@ class BootstrapConfig:
         if launch is None:
             raise MoEEpConfigError(
                 "no launcher found in the environment (RANK and WORLD_SIZE of torchrun, or the "
-                "variables of Open MPI, MPICH/Hydra or Slurm): start with torchrun, or pass "
-                "world_size and rank."
+                f"variables of Open MPI, MPICH/Hydra or Slurm){halves_of_launches(os.environ)}: "
+                "start with torchrun, or pass world_size and rank."
             )
         return cls(launch.size, launch.rank, device=device)
 

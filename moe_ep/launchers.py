@@ -68,6 +68,17 @@ def detect_launch(environment: Mapping[str, str]) -> LaunchedProcess | None:
     return None
 
 
+def halves_of_launches(environment: Mapping[str, str]) -> str:
+    """Return where a launcher's rank or size is there without the other one, for a message."""
+    halves = [
+        f"{there}={environment[there]} without {missing}"
+        for launcher in _LAUNCHERS
+        for there, missing in ((launcher.rank, launcher.size), (launcher.size, launcher.rank))
+        if there in environment and missing not in environment
+    ]
+    return f", only {', '.join(halves)}" if halves else ""
+
+
 def _number(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(environment[name])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Final, NoReturn
 
@@ -15,7 +16,7 @@ from typing_extensions import Self
 
 from moe_ep import workspace_memory
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.collectives import CommBackend, as_comm_backend, group_behind
+from moe_ep.collectives import CommBackend, SingleRankComm, as_comm_backend, group_behind
 from moe_ep.config import CommunicationConfig
 from moe_ep.errors import MoEEpStateError
 from moe_ep.streams import on_stream_of
@@ -40,7 +41,8 @@ class LifeCycle(abc.ABC):
         self.device: Final[torch.device] = bootstrap.torch_device
         self.ep_rank: Final[int] = bootstrap.rank
         self.ep_size: Final[int] = bootstrap.world_size
-        self._bootstrap: Final = bootstrap
+        # The group is the workspace's business, and not held beyond destroy.
+        self._bootstrap: Final = replace(bootstrap, process_group=None, tcp_store=None)
         self._who: Final = f"backend {self.backend_name}, rank {self.ep_rank}"
         self._destroyed: bool = False
         self._in_round: bool = False  # where others share the workspace: whose turn it is
@@ -160,7 +162,8 @@ class LifeCycle(abc.ABC):
         move(self._shared, group)
 
     def destroy(self) -> None:
-        """Free what the object holds; a shared workspace goes with the last object. Idempotent.
+        """Free what the object holds, and let go of its group; a shared workspace goes with the
+        last object. Idempotent.
 
         All ranks should call it, but it waits for nobody: memory that peers share is free when the
         last of them has let go of it. Also legal on a broken object, while the memory is released,
@@ -169,8 +172,8 @@ class LifeCycle(abc.ABC):
         if self._destroyed:
             return
         shared, self._destroyed = self._shared, True
-        # What is left of the object holds no memory.
-        self._shared = Workspace(shared.comm, self.ep_rank, self.ep_size)
+        # What is left of the object holds no memory and no group.
+        self._shared = Workspace(SingleRankComm(), self.ep_rank, self.ep_size)
         try:
             self._destroy()
         finally:

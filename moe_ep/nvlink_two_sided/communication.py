@@ -7,23 +7,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ep import _native, cuda_support, shared_gpus
+from moe_ep._native import FifoGeometry
 from moe_ep.bootstrap import BootstrapConfig
-from moe_ep.checks import check_type
-from moe_ep.communication import MoEEpCommunication
-from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.nvlink_two_sided.config import NVLinkTwoSidedConfig
 from moe_ep.nvlink_two_sided.workspace import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
-from moe_ep.sharing import memory_kind
+from moe_ep.shared_memory import SharedMemoryAlltoAll
 from moe_ep.streams import refuse_foreign_capture
 from moe_ep.tensors import dense_rows, fill_with_sums
+from moe_ep.workspaces import Workspace
 
 
 @register_communication("nvlink_two_sided", preference=3)
-class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
+class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
     """The two-sided backend: sender and receiver meet in a FIFO of fixed depth for each pair.
 
     On CUDA: on torch's current stream or the bootstrap's, two kernels in dispatch and one in
@@ -39,34 +37,8 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
     """
 
     config_type = NVLinkTwoSidedConfig
-    supports_cuda_graph = True
-    supports_torch_compile = True
-    _has_graph_ops = True
-    one_host_only = True
+    _layout: FifoGeometry
     _min_capability = (8, 0)  # the first with reductions over a warp
-
-    @classmethod
-    def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
-        """Return why it cannot run on `device` of this machine, None if it can. No collective."""
-        return cuda_support.reason_against(cls.backend_name, cls._min_capability, device)
-
-    @classmethod
-    def estimate_workspace_bytes(
-        cls,
-        params: MoEEpCommParams,
-        ep_size: int,
-        config: CommunicationConfig,
-        *,
-        device: int | str | torch.device | None = None,
-    ) -> int:
-        """Return the `workspace_bytes` of each rank's object before anything is allocated.
-
-        device: as in BootstrapConfig.
-        """
-        check_type("config", config, NVLinkTwoSidedConfig)
-        where = BootstrapConfig(1, 0, device=device).torch_device
-        geometry = geometry_of(params, ep_size, where)
-        return _native.mapped_bytes(memory_kind(where), geometry.segment_bytes)
 
     def __init__(
         self,
@@ -78,18 +50,24 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
         reason. Ranks that share a GPU and have more of it together than there is get a
         RuntimeWarning."""
         config = NVLinkTwoSidedConfig() if config is None else config
-        check_type("config", config, NVLinkTwoSidedConfig)
         super().__init__(bootstrap, params, config)
-        shared_gpus.warn_of_overlapping_shares(self._gpu_shares, self.ep_rank)
-        self._timeout_sec = config.timeout_sec
         self._max_sm_count = config.max_sm_count or 0
-        spans_gpus = shared_gpus.are_several(self._gpu_shares)
-        layout = geometry_of(params, self.ep_size, self.device, spans_gpus=spans_gpus)
-        self._geometry: list[int] = layout.fields()
         self._send_tokens: Tensor | None = None  # of the open round
-        with self._on_stream():
-            self._enter(join_workspace(bootstrap, self._comm, config, layout))
-        self._workspace: Tensor = self._shared.tensor
+
+    @classmethod
+    def _layout_of(
+        cls,
+        params: MoEEpCommParams,
+        ep_size: int,
+        config: NVLinkTwoSidedConfig,
+        device: torch.device,
+        *,
+        spans_gpus: bool = True,
+    ) -> FifoGeometry:
+        return geometry_of(params, ep_size, device, spans_gpus=spans_gpus)
+
+    def _join(self, bootstrap: BootstrapConfig, config: NVLinkTwoSidedConfig) -> Workspace:
+        return join_workspace(bootstrap, self._comm, config, self._layout)
 
     def _dispatch(
         self,
@@ -184,7 +162,5 @@ class NVLinkTwoSidedAlltoAll(MoEEpCommunication):
             torch.ops.moe_ep.two_sided_check(self._workspace, self._geometry, self.ep_rank)
 
     def _destroy(self) -> None:
-        # The memory goes with the last object of the workspace, which waits for nobody: peers keep
-        # their mappings of it until they destroy.
         self._send_tokens = None
-        del self._workspace
+        super()._destroy()

@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_ep import _native, cuda_support, shared_gpus
+from moe_ep import _native
+from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_dtype, check_type
-from moe_ep.communication import MoEEpCommunication
-from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.one_sided import received
@@ -21,52 +20,23 @@ from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.kernels import OneSidedKernels
 from moe_ep.one_sided.workspace import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
-from moe_ep.sharing import memory_kind
+from moe_ep.shared_memory import SharedMemoryAlltoAll
 from moe_ep.streams import refuse_foreign_capture
 from moe_ep.tensors import dense_rows, fill_with_sums
+from moe_ep.workspaces import Workspace
 
 
-class OneSidedAlltoAll(MoEEpCommunication):
+class OneSidedAlltoAll(SharedMemoryAlltoAll):
     """A backend derives from this class and has a config derived from OneSidedConfig. It sets what
     makes it another one than the others: `_kernels`, and the GPUs that they need.
     """
 
     _kernels: ClassVar[OneSidedKernels]
-    _min_capability: ClassVar[cuda_support.Capability]
-    """Of CUDA devices, and of the code for them."""
-    supports_cuda_graph = True
-    supports_torch_compile = True
-    _has_graph_ops = True
-    one_host_only = True
-
-    @classmethod
-    def unsupported_reason(cls, device: torch.device | None = None) -> str | None:
-        """Return why it cannot run on `device` of this machine, None if it can. No collective."""
-        return cuda_support.reason_against(cls.backend_name, cls._min_capability, device)
-
-    @classmethod
-    def estimate_workspace_bytes(
-        cls,
-        params: MoEEpCommParams,
-        ep_size: int,
-        config: CommunicationConfig,
-        *,
-        device: int | str | torch.device | None = None,
-    ) -> int:
-        """Return the `workspace_bytes` of each rank's object before anything is allocated.
-
-        device: as in BootstrapConfig.
-        """
-        check_type("config", config, cls.config_type)
-        assert isinstance(config, OneSidedConfig)  # what the line above says, for mypy
-        where = BootstrapConfig(1, 0, device=device).torch_device
-        geometry = geometry_of(params, ep_size, config, where)
-        return _native.mapped_bytes(memory_kind(where), geometry.segment_bytes)
+    _layout: Geometry
 
     def __init__(
         self, bootstrap: BootstrapConfig, params: MoEEpCommParams, config: OneSidedConfig
     ) -> None:
-        check_type("config", config, self.config_type)
         super().__init__(
             bootstrap,
             params,
@@ -74,20 +44,26 @@ class OneSidedAlltoAll(MoEEpCommunication):
             extra_payload_bytes_per_token=config.extra_payload_bytes_per_token,
             eplb_stats_num_experts=config.eplb_stats_num_experts,
         )
-        shared_gpus.warn_of_overlapping_shares(self._gpu_shares, self.ep_rank)
         self._has_gradients &= not config.use_low_precision_combine
-        spans_gpus = shared_gpus.are_several(self._gpu_shares)
-        layout = geometry_of(params, self.ep_size, config, self.device, spans_gpus=spans_gpus)
         self._ops = self._kernels.ops
-        self._layout = layout
-        self._geometry: list[int] = layout.fields()
-        self._timeout_sec = config.timeout_sec
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
-        with self._on_stream():
-            self._enter(join_workspace(self._kernels, bootstrap, self._comm, config, layout))
-        self._workspace: Tensor = self._shared.tensor
+
+    @classmethod
+    def _layout_of(
+        cls,
+        params: MoEEpCommParams,
+        ep_size: int,
+        config: OneSidedConfig,
+        device: torch.device,
+        *,
+        spans_gpus: bool = True,
+    ) -> Geometry:
+        return geometry_of(params, ep_size, config, device, spans_gpus=spans_gpus)
+
+    def _join(self, bootstrap: BootstrapConfig, config: OneSidedConfig) -> Workspace:
+        return join_workspace(self._kernels, bootstrap, self._comm, config, self._layout)
 
     def dispatch(
         self,
@@ -255,8 +231,3 @@ class OneSidedAlltoAll(MoEEpCommunication):
             self.params.hidden_size,
             self.params.token_dtype,
         )
-
-    def _destroy(self) -> None:
-        # The memory goes with the last object of the workspace, which waits for own rounds only:
-        # peers keep their mappings of it until they destroy.
-        del self._workspace

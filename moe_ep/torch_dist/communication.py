@@ -185,6 +185,9 @@ class TorchDistAlltoAll(MoEEpCommunication):
             if wrong is not None:
                 raise MoEEpInputError(wrong.message(self.params.num_experts, self.ep_rank))
 
+    def _destroy(self) -> None:
+        self._transport.close()
+
     def _raise_input_error(self) -> None:
         message, self._input_error = self._input_error, None
         if message is not None:

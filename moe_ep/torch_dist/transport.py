@@ -40,6 +40,10 @@ class Transport:
         self._epochs_seen = [0] * ep_size
         self._headers_over_gloo = group is not None and has_gloo(group)
 
+    def close(self) -> None:
+        """Let go of the group. No call follows."""
+        self._group = None
+
     def start_call(self, epoch: int) -> None:
         """Start the clock of a call of dispatch or combine in round `epoch`."""
         self._deadline = Deadline(self._seconds)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+AT_EXIT = Path(__file__).parent / "at_exit"
 sys.path.insert(0, str(EXAMPLES))
 
 from hf_moe import options, places  # noqa: E402
@@ -25,15 +26,18 @@ starts_ranks = pytest.mark.skipif(
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """The example's standard output; fails with all that it printed if its exit code is not 0."""
+    """The example's standard output; fails with all that it printed if its exit code is not 0, or
+    if Python ends with threads of Gloo, which could abort a process.
+    """
     process = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(AT_EXIT), str(EXAMPLES.parent)))},
         check=False,
     )
     assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
+    assert "threads of Gloo" not in process.stderr, process.stderr
     return process.stdout
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -328,6 +329,24 @@ def test_destroy_may_happen_at_different_times(
         True,
         True,
     ]
+
+
+def references_left(context: RankContext, backend: str) -> int:
+    """Body: return how many more there are to the group after destroy than before creation."""
+    gc.collect()
+    before = sys.getrefcount(context.group)
+    communication = create(context, PARAMS, backend)
+    play_round(communication, ONE)
+    communication.destroy()
+    return sys.getrefcount(context.group) - before
+
+
+@every_backend
+def test_a_destroyed_communication_does_not_hold_its_group(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    """Whose threads would outlive `destroy_process_group`."""
+    assert ranks(2, references_left, device=device, backend=backend.name) == [0, 0]
 
 
 @one_sided_names

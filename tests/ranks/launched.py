@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.ranks import devices, wire
 from tests.ranks.fresh import Outcome, run_fresh
-from tests.ranks.process import Groups, run
+from tests.ranks.process import Groups, let_gloo_rest, run
 from tests.ranks.processes import RankFailedError
 from tools.mps import share_of_gpu
 
@@ -130,6 +130,7 @@ class LaunchedRanks:
         """Leave the default group."""
         self._mps.close()
         dist.destroy_process_group()
+        let_gloo_rest()
 
     def _skip_unless(self, size: int) -> None:
         if size > self._world_size:

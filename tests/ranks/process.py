@@ -12,10 +12,12 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -160,8 +162,35 @@ def serve_once(
         status = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.stderr.flush()
+    let_gloo_rest()
     # A forked child would skip the exit handlers and destructors that a user's process runs.
     ctypes.pythonapi.Py_Exit(status)
+
+
+def let_gloo_rest(seconds: float = 5) -> None:
+    """Return when no thread of a Gloo group is at work: bodies leave groups behind.
+
+    torch's fault: such a thread may let go of a tensor after the caller's wait has returned, and
+    aborts the process if Python has begun to end by then ("terminate called without an active
+    exception").
+    """
+    deadline = time.monotonic() + seconds
+    quiet = 0
+    # Twice: a thread that waits for the interpreter's lock rests, too, and has it between the two.
+    while quiet < 2 and time.monotonic() < deadline:
+        quiet = 0 if _gloo_is_at_work() else quiet + 1
+        time.sleep(1e-4)
+
+
+def _gloo_is_at_work() -> bool:
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name, fields = (thread / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        if "gloo" in name and fields.split()[0] != "S":
+            return True
+    return False
 
 
 def make_group(rank: int, size: int, groups: Groups, device: str) -> bytes:

@@ -211,6 +211,21 @@ def test_from_env_without_a_launcher_says_what_to_do(no_launcher):
 
 
 @pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ({"RANK": "3"}, "only RANK=3 without WORLD_SIZE:"),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "1"}, "only WORLD_SIZE=8 without RANK:"),
+        ({"SLURM_PROCID": "0"}, "only SLURM_PROCID=0 without SLURM_STEP_NUM_TASKS:"),
+    ],
+)
+def test_half_of_a_launcher_s_variables_is_named(no_launcher, monkeypatch, there, message):
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MoEEpConfigError, match=message):
+        BootstrapConfig.from_env(device="cpu")
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"RANK": "x"}, "RANK must be an integer, got 'x'"),

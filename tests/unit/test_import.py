@@ -36,6 +36,25 @@ print(after - before, torch.distributed.is_initialized())
     assert output_of(program) == "0 False"
 
 
+@pytest.mark.parametrize(
+    "order",
+    ["import moe_ep; begin(); import torch._dynamo", "begin(); import moe_ep"],
+    ids=["moe_ep, group, compiler", "group, moe_ep"],
+)
+def test_no_thread_of_gloo_outlives_a_group_in_which_modules_are_loaded(order: str) -> None:
+    """It could abort the exit."""
+    program = f"""
+import os, torch, torch.distributed as dist
+def begin():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+{order}
+dist.destroy_process_group()
+threads = [open(f"/proc/self/task/{{t}}/comm").read() for t in os.listdir("/proc/self/task")]
+print([name for name in threads if "gloo" in name])
+"""
+    assert output_of(program) == "[]"
+
+
 @pytest.mark.parametrize("backend", ["cake", "nvlink_one_sided", "nvlink_two_sided", "torch_dist"])
 def test_an_eager_round_does_not_load_the_compiler(backend: str) -> None:
     """Besides the second that it takes: torch 2.14's keeps the default process group of the moment
