@@ -1,5 +1,5 @@
 // Ops that bring received rows into their experts' groups and back, for CPU tensors. For those of
-// other devices, and in compiled graphs, Python takes torch's own ops: moe_ep/expert_major.py and
+// other devices, and in compiled graphs, Python takes torch's own ops: moe_ep/pick_groups.py and
 // moe_ep/pick_sums.py, which also say what a group and a pick are.
 #include <torch/csrc/stable/library.h>
 
