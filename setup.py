@@ -28,6 +28,7 @@ OPS_SOURCES = [
     "csrc/ops/combine_args.cpp",
     "csrc/ops/dispatch_args.cpp",
     "csrc/ops/expert_ids.cpp",
+    "csrc/ops/expert_picks.cpp",
     "csrc/ops/library.cpp",
     "csrc/ops/missed_peers.cpp",
     "csrc/ops/one_sided_combine.cpp",
@@ -107,7 +108,9 @@ NATIVE_WITHOUT_CUDA = {"csrc/memory/cuda_unavailable.cpp"}
 CUDA_ARCHITECTURES = "8.0;9.0;10.0;10.3+PTX"
 # -Wno-psabi: the vector types of cake never cross a function that is not inlined.
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
-CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *WARNINGS]
+# A product is rounded before it is added, whatever instructions the machine has: bits are promised.
+ROUNDING = ["-ffp-contract=off"]
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *ROUNDING, *WARNINGS]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra"]
 # Only what torch 2.11 already had: one library then serves every later torch.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"

@@ -5,8 +5,9 @@ against transformers' own ways, by turns in one run.
 
 Ranks have batches of their own (all_to_all), or share one (all_to_all and all_reduce). A layer's
 whole call is timed: with bringing each expert its rows, with weights and sums, but its experts
-return what they are given. Of all_reduce they get whole tokens and weigh them, which is little of
-what experts of transformers do there. Times are medians, of the slowest rank. Outputs are checked
+return what they are given. all_reduce leaves rows, weights and sums to them: there they do the
+least that is to be done, for picks of the rank's own experts alone (`--whole-tokens`: not even
+that, but weigh tokens as they are). Times are medians, of the slowest rank. Outputs are checked
 first.
 """
 
@@ -33,16 +34,23 @@ TOLERANCE = 0.02  # bfloat16, sums in other orders
 
 
 class FreeExperts(nn.Module):
-    """They return what they are given: rows of one pick each, or tokens times their weights."""
+    """They return what they are given: rows of one pick each. Of whole tokens they make such rows,
+    weigh and add them up; or, with whole_tokens, weigh the tokens."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, whole_tokens: bool) -> None:
         super().__init__()
         self.num_experts = num_experts  # this rank's
+        self.whole_tokens = whole_tokens
 
     def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if ids.shape[1] == 1:
             return rows
-        return rows * (weights * (ids < self.num_experts)).sum(1, keepdim=True)
+        is_local = ids < self.num_experts
+        if self.whole_tokens:
+            return rows * (weights * is_local).sum(1, keepdim=True)
+        token, slot = is_local.nonzero(as_tuple=True)
+        made = rows[token]
+        return torch.zeros_like(rows).index_add_(0, token, made * weights[token, slot].unsqueeze(1))
 
 
 def main() -> None:
@@ -68,7 +76,7 @@ def main() -> None:
         for tokens in options.tokens:
             generator = torch.Generator().manual_seed(0 if batch == "shared" else rank)
             given = inputs(options, tokens, generator, device)
-            experts = FreeExperts(options.num_experts // ranks)
+            experts = FreeExperts(options.num_experts // ranks, options.whole_tokens)
             layers = {
                 name: EPImplementationInterface()[name](experts, everyone, tp_mesh)
                 for name in (OURS, *rivals)
@@ -146,6 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--whole-tokens", action="store_true")
     return parser.parse_args()
 
 

@@ -354,6 +354,11 @@ class MoEEpCommunication(LifeCycle):
         """Return combine's zero-copy input, [ep_size * tokens_per_rank, hidden_size], if any."""
         return None
 
+    def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
+        """Return every rank's zero-copy input in a round of `tokens_per_rank`, where this process
+        can read them: from its combine to its next dispatch. None where it cannot."""
+        return None
+
     # ---------------------------------------------------------------- the state machine
 
     @autograd.records_dispatch

@@ -18,8 +18,8 @@ from moe_ep.derivatives import differentiable_once
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.params import TOKEN_DTYPES
+from moe_ep.pick_groups import entries_or, group_picks, rows_or_zeros
 from moe_ep.pick_sums import sum_of_picks
-from moe_ep.tensors import host_may_read
 
 
 @dataclass(frozen=True)
@@ -71,33 +71,42 @@ def permute_to_experts(
     num_picks = result.topk_ids.numel()
     most = _most_rows(num_picks, num_local_experts, alignment, max_rows)
     room = most if max_rows is None else min(most, max_rows)
-    groups = _Groups.of(result.topk_ids, first_local_expert, num_local_experts, alignment, room)
-    is_row = groups.pick_of_row < num_picks
-    pick = groups.pick_of_row.where(is_row, 0)
+    groups = group_picks(
+        result.topk_ids,
+        first_local_expert,
+        num_local_experts,
+        alignment=alignment,
+        room=room,
+        may_lack_room=room < most,
+    )
     top_k = result.topk_ids.shape[1]
+    row = groups.pick_of_row // top_k
     scales, weights = result.hidden_states_scale, result.topk_weights
     return ExpertMajorRows(
-        hidden_states=_ToExperts.apply(
-            result.hidden_states, pick // top_k, is_row, groups.row_of_pick
-        ),
-        hidden_states_scale=None
-        if scales is None
-        else _rows_or_zeros(scales, pick // top_k, is_row),
-        topk_weights=None if weights is None else _entries(weights.flatten(), pick, is_row, 0.0),
+        hidden_states=_ToExperts.apply(result.hidden_states, row, groups.row_of_pick),
+        hidden_states_scale=None if scales is None else rows_or_zeros(scales, row),
+        topk_weights=None if weights is None else entries_or(0.0, weights, groups.pick_of_row),
         expert_counts=groups.counts.int(),
         expert_offsets=groups.offsets.int(),
-        expert_of_row=_entries(groups.expert_of_pick, pick, is_row, -1).int(),
+        expert_of_row=entries_or(-1, result.topk_ids - first_local_expert, groups.pick_of_row),
         row_of_pick=groups.row_of_pick,
         pick_weights=weights,
-        is_incomplete=groups.is_incomplete(num_local_experts) if room < most else None,
+        is_incomplete=groups.is_incomplete,
     )
 
 
 def unpermute_from_experts(
-    rows: Tensor, permuted: ExpertMajorRows, *, apply_weights: bool = True
+    rows: Tensor,
+    permuted: ExpertMajorRows,
+    *,
+    apply_weights: bool = True,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Return [N, hidden_size]: for each received row the sum over its local picks; see
     MoEEpCommunication.unpermute_from_experts.
+
+    output: to write to, without gradients, where the host may read. Rows without a local pick stay
+        as they are.
     """
     check_type("permuted", permuted, ExpertMajorRows)
     check_type("rows", rows, Tensor)
@@ -113,7 +122,11 @@ def unpermute_from_experts(
             "apply_weights must be False: dispatch was called without topk_weights."
         )
     weights = permuted.pick_weights if apply_weights else None
-    combined: Tensor = _FromExperts.apply(rows, weights, permuted.row_of_pick)
+    combined: Tensor
+    if output is None:
+        combined = _FromExperts.apply(rows, weights, permuted.row_of_pick)
+    else:
+        combined = sum_of_picks(rows, weights, permuted.row_of_pick, output)
     if permuted.is_incomplete is None:
         return combined
     return combined.masked_fill(permuted.is_incomplete.view(-1, 1), float("nan"))
@@ -135,74 +148,20 @@ def _most_rows(num_picks: int, num_experts: int, alignment: int, max_rows: int |
     return (num_picks + min(num_picks, num_experts) * (alignment - 1)) // alignment * alignment
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Where each pick goes.
-
-    expert_of_pick: [N * top_k], local; num_local_experts for one that is not local.
-    pick_of_row: [M]; N * top_k where there is none. The others as in ExpertMajorRows, int64.
-    """
-
-    counts: Tensor
-    offsets: Tensor
-    expert_of_pick: Tensor
-    row_of_pick: Tensor
-    pick_of_row: Tensor
-
-    @classmethod
-    def of(
-        cls, topk_ids: Tensor, first_expert: int, num_experts: int, alignment: int, room: int
-    ) -> _Groups:
-        local = topk_ids.long() - first_expert
-        is_local = (local >= 0) & (local < num_experts)
-        expert = local.where(is_local, num_experts).flatten()
-        counts = expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))
-        counts = counts[:num_experts]
-        padded = (counts + alignment - 1) // alignment * alignment
-        ends = padded.cumsum(0)
-        # Sorted picks of an expert lie together, in their order; those of no expert come last.
-        order = expert.argsort(stable=True)
-        place = torch.arange(expert.numel(), device=expert.device)
-        to_offset = torch.cat(
-            [ends - padded - (counts.cumsum(0) - counts), ends.new_full((1,), room)]
-        )
-        row = (place + to_offset[expert[order]]).clamp(max=room)
-        row_of_pick = torch.empty_like(row).scatter_(0, order, row).view(topk_ids.shape)
-        # Row M stands for none: what is written there is cut off.
-        pick_of_row = row.new_full((room + 1,), row.numel()).scatter_(0, row, order)[:room]
-        offsets = torch.cat([ends.new_zeros(1), ends]).clamp(max=room)
-        return cls(
-            counts=torch.minimum(counts, (room - offsets[:-1]).clamp(min=0)),
-            offsets=offsets,
-            expert_of_pick=expert,
-            row_of_pick=row_of_pick,
-            pick_of_row=pick_of_row,
-        )
-
-    def is_incomplete(self, num_experts: int) -> Tensor | None:
-        """Return [N] bool: a local pick of the row has none of the M rows. None if that is seen to
-        be true of none."""
-        is_local = self.expert_of_pick.view(self.row_of_pick.shape) < num_experts
-        incomplete = (is_local & (self.row_of_pick == self.pick_of_row.shape[0])).any(1)
-        return None if host_may_read(incomplete) and not incomplete.any() else incomplete
-
-
 class _ToExperts(torch.autograd.Function):
     """Copies each received row to the rows of its picks. Backward adds what comes back of them, in
     float32 and in the order of the picks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, source: Tensor, index: Tensor, is_row: Tensor, row_of_pick: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, source: Tensor, index: Tensor, row_of_pick: Tensor) -> Tensor:
         ctx.save_for_backward(row_of_pick)
-        return _rows_or_zeros(source, index, is_row)
+        return rows_or_zeros(source, index)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_of_pick,) = ctx.saved_tensors
-        return sum_of_picks(grad, None, row_of_pick), None, None, None
+        return sum_of_picks(grad, None, row_of_pick), None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -227,29 +186,9 @@ class _FromExperts(torch.autograd.Function):
                 grad_rows.index_copy_(0, row_of_pick[:, slot], part.to(grad.dtype))
             grad_rows = grad_rows[: ctx.room]
         if ctx.needs_input_grad[1]:
-            has_row = row_of_pick < ctx.room
             columns = [
-                (_rows_or_zeros(rows, index.where(has, 0), has).float() * grad.float()).sum(1)
-                for index, has in zip(row_of_pick.unbind(1), has_row.unbind(1), strict=True)
+                (rows_or_zeros(rows, index).float() * grad.float()).sum(1)
+                for index in row_of_pick.unbind(1)
             ]
             grad_weights = torch.stack(columns, 1)
         return grad_rows, grad_weights, None
-
-
-def _rows_or_zeros(source: Tensor, index: Tensor, is_row: Tensor) -> Tensor:
-    """Return rows `index` of the source, and zeros where is_row is False."""
-    if source.shape[0] == 0:
-        return source.new_zeros((index.shape[0], source.shape[1]))
-    # As bytes: some dtypes of quantised rows know no fill.
-    rows = source.contiguous().view(torch.uint8).index_select(0, index)
-    if host_may_read(is_row):
-        rows.index_fill_(0, (~is_row).nonzero().flatten(), 0)  # few, where a mask looks at all
-    else:
-        rows.masked_fill_(~is_row.view(-1, 1), 0)
-    return rows.view(source.dtype)
-
-
-def _entries(values: Tensor, index: Tensor, is_row: Tensor, otherwise: float) -> Tensor:
-    if values.shape[0] == 0:
-        return values.new_full(index.shape, otherwise)
-    return values.index_select(0, index).where(is_row, otherwise)

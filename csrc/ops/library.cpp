@@ -74,6 +74,13 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def(
       "sanitize_expert_ids(Tensor(a!) topk_ids, Tensor recv_token_counts, int invalid_expert_id) "
       "-> ()");
+  // On the CPU, see expert_picks.cpp.
+  m.def(
+      "group_picks(Tensor topk_ids, int first_expert, int alignment, Tensor(a!) counts, "
+      "Tensor(b!) offsets, Tensor(c!) row_of_pick, Tensor(d!) pick_of_row) -> bool");
+  m.def("copy_rows(Tensor source, Tensor index, Tensor(a!) output) -> ()");
+  m.def("sum_rows(Tensor rows, Tensor? weights, Tensor row_of_pick, Tensor(a!) output) -> ()");
+  m.def("sum_tensors(Tensor[] tensors, Tensor(a!) output) -> ()");
   // On the CPU: tells peers that wait for this rank that it comes to no further round.
   m.def("leave(Tensor(a!) workspace, int ep_rank) -> ()");
   m.def("set_interrupt_check(int address) -> ()");

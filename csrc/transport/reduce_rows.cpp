@@ -1,6 +1,7 @@
 #include "transport/reduce_rows.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "core/limits.h"
@@ -14,22 +15,34 @@ namespace {
 constexpr int64_t kUnroll = 4;
 constexpr int64_t kBlock = kUnroll * kLanes;
 
+// What rows without factors are multiplied by: that changes no bit of a sum.
+constexpr auto kOnes = [] {
+  std::array<float, kMaxTopK> ones{};
+  ones.fill(1.0f);
+  return ones;
+}();
+
+// Products are rounded before they are added: this must not be compiled to fused multiplications
+// and additions (setup.py sees to it).
 template <typename Rows>
-[[gnu::always_inline]] inline void sum_block(const uint8_t* const* rows, int32_t num_rows,
-                                             int64_t byte, Floats (&sum)[kUnroll]) {
+[[gnu::always_inline]] inline void sum_block(const uint8_t* const* rows, const float* factors,
+                                             int32_t num_rows, int64_t byte,
+                                             Floats (&sum)[kUnroll]) {
   constexpr int64_t kVectorBytes = kLanes * static_cast<int64_t>(sizeof(typename Rows::Element));
   for (int64_t v = 0; v < kUnroll; ++v) sum[v] = Floats{};
   for (int32_t r = 0; r < num_rows; ++r) {
-    for (int64_t v = 0; v < kUnroll; ++v) sum[v] += Rows::load(rows[r] + byte + v * kVectorBytes);
+    for (int64_t v = 0; v < kUnroll; ++v) {
+      sum[v] += Rows::load(rows[r] + byte + v * kVectorBytes) * factors[r];
+    }
   }
 }
 
 template <typename Rows>
-[[gnu::always_inline]] inline void reduce_block(const uint8_t* const* rows, int32_t num_rows,
-                                                int64_t byte, uint8_t* out) {
+[[gnu::always_inline]] inline void reduce_block(const uint8_t* const* rows, const float* factors,
+                                                int32_t num_rows, int64_t byte, uint8_t* out) {
   constexpr int64_t kVectorBytes = kLanes * static_cast<int64_t>(sizeof(typename Rows::Element));
   Floats sum[kUnroll];
-  sum_block<Rows>(rows, num_rows, byte, sum);
+  sum_block<Rows>(rows, factors, num_rows, byte, sum);
   for (int64_t v = 0; v < kUnroll; ++v) Rows::store(sum[v], out + v * kVectorBytes);
 }
 
@@ -51,18 +64,18 @@ struct Tail {
 };
 
 template <typename Rows>
-[[gnu::always_inline]] inline void reduce(const uint8_t* const* rows, int32_t num_rows,
-                                          int64_t hidden_size, uint8_t* out) {
+[[gnu::always_inline]] inline void reduce(const uint8_t* const* rows, const float* factors,
+                                          int32_t num_rows, int64_t hidden_size, uint8_t* out) {
   constexpr int64_t kBlockBytes = Tail<Rows>::kBlockBytes;
   const int64_t bytes = hidden_size * static_cast<int64_t>(sizeof(typename Rows::Element));
   int64_t byte = 0;
   for (; byte + kBlockBytes <= bytes; byte += kBlockBytes) {
-    reduce_block<Rows>(rows, num_rows, byte, out + byte);
+    reduce_block<Rows>(rows, factors, num_rows, byte, out + byte);
   }
   if (byte == bytes) return;
   const Tail<Rows> tail(rows, num_rows, byte, bytes - byte);
   uint8_t block[kBlockBytes];
-  reduce_block<Rows>(tail.pointers, num_rows, 0, block);
+  reduce_block<Rows>(tail.pointers, factors, num_rows, 0, block);
   std::memcpy(out + byte, block, static_cast<size_t>(bytes - byte));
 }
 
@@ -73,40 +86,45 @@ template <typename Rows>
   Floats sum[kUnroll];
   int64_t i = 0;
   for (; i + kBlock <= hidden_size; i += kBlock) {
-    sum_block<Rows>(rows, num_rows, i * kElementBytes, sum);
+    sum_block<Rows>(rows, kOnes.data(), num_rows, i * kElementBytes, sum);
     std::memcpy(out + i, sum, sizeof(sum));
   }
   if (i == hidden_size) return;
   const Tail<Rows> tail(rows, num_rows, i * kElementBytes, (hidden_size - i) * kElementBytes);
-  sum_block<Rows>(tail.pointers, num_rows, 0, sum);
+  sum_block<Rows>(tail.pointers, kOnes.data(), num_rows, 0, sum);
   std::memcpy(out + i, sum, static_cast<size_t>(hidden_size - i) * sizeof(float));
 }
 
-MOE_EP_SIMD_CLONES void reduce_float32(const uint8_t* const* rows, int32_t num_rows,
-                                       int64_t hidden_size, uint8_t* out) {
-  reduce<Float32Rows>(rows, num_rows, hidden_size, out);
+MOE_EP_SIMD_CLONES void reduce_float32(const uint8_t* const* rows, const float* factors,
+                                       int32_t num_rows, int64_t hidden_size, uint8_t* out) {
+  reduce<Float32Rows>(rows, factors, num_rows, hidden_size, out);
 }
-MOE_EP_SIMD_CLONES void reduce_float16(const uint8_t* const* rows, int32_t num_rows,
-                                       int64_t hidden_size, uint8_t* out) {
-  reduce<Float16Rows>(rows, num_rows, hidden_size, out);
+MOE_EP_SIMD_CLONES void reduce_float16(const uint8_t* const* rows, const float* factors,
+                                       int32_t num_rows, int64_t hidden_size, uint8_t* out) {
+  reduce<Float16Rows>(rows, factors, num_rows, hidden_size, out);
 }
-MOE_EP_SIMD_CLONES void reduce_bfloat16(const uint8_t* const* rows, int32_t num_rows,
-                                        int64_t hidden_size, uint8_t* out) {
-  reduce<BFloat16Rows>(rows, num_rows, hidden_size, out);
+MOE_EP_SIMD_CLONES void reduce_bfloat16(const uint8_t* const* rows, const float* factors,
+                                        int32_t num_rows, int64_t hidden_size, uint8_t* out) {
+  reduce<BFloat16Rows>(rows, factors, num_rows, hidden_size, out);
 }
 
 }  // namespace
 
-void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size, RowType type,
-                 uint8_t* out) {
+void reduce_weighted_rows(const uint8_t* const* rows, const float* factors, int32_t num_rows,
+                          int64_t hidden_size, RowType type, uint8_t* out) {
   switch (type) {
     case RowType::kFloat32:
-      return reduce_float32(rows, num_rows, hidden_size, out);
+      return reduce_float32(rows, factors, num_rows, hidden_size, out);
     case RowType::kFloat16:
-      return reduce_float16(rows, num_rows, hidden_size, out);
+      return reduce_float16(rows, factors, num_rows, hidden_size, out);
     case RowType::kBFloat16:
-      return reduce_bfloat16(rows, num_rows, hidden_size, out);
+      return reduce_bfloat16(rows, factors, num_rows, hidden_size, out);
   }
+}
+
+void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size, RowType type,
+                 uint8_t* out) {
+  reduce_weighted_rows(rows, kOnes.data(), num_rows, hidden_size, type, out);
 }
 
 void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size,

@@ -9,9 +9,14 @@
 
 namespace moe_ep {
 
-// rows: `num_rows` pointers to [hidden_size] elements of `type`; out: the same. num_rows may be 0.
+// rows: `num_rows` pointers to [hidden_size] elements of `type`; out: the same. num_rows: 0 to
+// kMaxTopK.
 void reduce_rows(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size, RowType type,
                  uint8_t* out);
+
+// The same sum of rows times their factors, each product rounded to float32.
+void reduce_weighted_rows(const uint8_t* const* rows, const float* factors, int32_t num_rows,
+                          int64_t hidden_size, RowType type, uint8_t* out);
 
 // The same sum before the rounding, for consumers that round to another format.
 void reduce_rows_to_float(const uint8_t* const* rows, int32_t num_rows, int64_t hidden_size,

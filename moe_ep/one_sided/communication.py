@@ -214,11 +214,20 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
     def _combine_input_buffer(self) -> Tensor | None:
         if self._low_precision:
             return None  # rows are quantised on their way into the workspace
+        return self._combine_rows(self.ep_rank, self._tokens_per_rank)
+
+    def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
+        # On CUDA another rank's rows are for kernels, which order what they read.
+        if self._low_precision or self.device.type != "cpu":
+            return None
+        return [self._combine_rows(rank, tokens_per_rank) for rank in range(self.ep_size)]
+
+    def _combine_rows(self, rank: int, tokens_per_rank: int) -> Tensor:
         return received.combine_input_buffer(
             self._workspace,
             self._layout,
-            self.ep_rank,
-            self._tokens_per_rank,
+            rank,
+            tokens_per_rank,
             self.params.hidden_size,
             self.params.token_dtype,
         )

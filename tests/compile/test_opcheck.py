@@ -202,11 +202,33 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "round_dispatch_backward": lambda: round_arguments("dispatch_backward"),
 }
 
+# On the host, and in no graph: those take torch's ops.
+HOST_CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "group_picks": lambda: (
+        torch.tensor([[2, 5], [4, 2]], dtype=torch.int32),
+        2,
+        2,
+        torch.zeros(2, dtype=torch.long),
+        torch.zeros(3, dtype=torch.long),
+        torch.zeros(2, 2, dtype=torch.long),
+        torch.zeros(4, dtype=torch.long),
+    ),
+    "copy_rows": lambda: (torch.randn(3, 4), torch.tensor([2, 3]), torch.zeros(2, 4)),
+    "sum_rows": lambda: (
+        torch.randn(3, 4),
+        torch.randn(2, 2),
+        torch.tensor([[2, 3], [1, 0]]),
+        torch.zeros(2, 4),
+    ),
+    "sum_tensors": lambda: ([torch.randn(2, 4), torch.randn(2, 4)], torch.zeros(2, 4)),
+}
+
 
 def test_every_op_has_a_case() -> None:
     schemas = [s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_ep::")]
     names = {name.removeprefix("moe_ep::") for name in schemas}
-    assert names - {"set_interrupt_check", "code_capability"} == set(CASES)  # in no graph
+    in_no_graph = {"set_interrupt_check", "code_capability"} | set(HOST_CASES)
+    assert names - in_no_graph == set(CASES)
 
 
 ON_DEVICES = [
@@ -222,3 +244,9 @@ def test_opcheck(op: str, device: str) -> None:
     with torch.device(device):
         arguments = CASES[op]()
     torch.library.opcheck(getattr(OPS, op).default, arguments)
+
+
+@pytest.mark.parametrize("op", HOST_CASES)
+def test_schema_of_an_op_of_the_host(op: str) -> None:
+    case = HOST_CASES[op]()
+    torch.library.opcheck(getattr(OPS, op).default, case, test_utils="test_schema")

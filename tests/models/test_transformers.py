@@ -161,7 +161,7 @@ def play_shared_batch(context: RankContext, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not register_has_registry(), reason="needs transformers' registry (5.24)")
-def test_ranks_that_hold_one_batch_send_a_slice_each(
+def test_ranks_that_hold_one_batch_get_what_the_plain_model_gives(
     ranks: RunOnRanks, folders: dict[str, Path], plain: dict[str, Any]
 ) -> None:
     folder, model = folders["qwen3_moe"], plain["qwen3_moe"]

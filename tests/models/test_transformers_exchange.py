@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import BootstrapConfig, MoEEpCommParams, TorchDistAlltoAll, expert_major, pick_sums
+from moe_ep import BootstrapConfig, MoEEpCommParams, TorchDistAlltoAll, pick_groups, pick_sums
 from tests.rounds.layers import random_inputs, small_integers
 
 pytest.importorskip("transformers", "5.17")
@@ -47,7 +47,7 @@ def test_rows_that_are_skipped_and_rows_that_are_left_out_give_the_same(
     monkeypatch: pytest.MonkeyPatch, tokens: int, asks_host: bool
 ) -> None:
     left_out = outcome(tokens, asks_host=False)
-    for module in (exchange, expert_major, pick_sums):  # as on a device
+    for module in (exchange, pick_groups, pick_sums):  # as on a device
         monkeypatch.setattr(module, "host_may_read", lambda tensor: False)
     for got, wanted in zip(outcome(tokens, asks_host=asks_host), left_out, strict=True):
         assert torch.equal(got, wanted)

@@ -39,6 +39,29 @@ uint32_t bits_of(RowType type, const uint8_t* row, int64_t i) {
   return bits;
 }
 
+// Each product is rounded to float32 before it is added.
+bool check_weighted(RowType type, int64_t hidden_size, const std::vector<Row>& rows,
+                    const std::vector<float>& factors) {
+  std::vector<const uint8_t*> pointers;
+  for (const Row& row : rows) pointers.push_back(row.data());
+  const auto num_rows = static_cast<int32_t>(rows.size());
+  Row out(static_cast<size_t>(hidden_size * row_type_bytes(type)), 0xA5);
+  reduce_weighted_rows(pointers.data(), factors.data(), num_rows, hidden_size, type, out.data());
+  for (int64_t i = 0; i < hidden_size; ++i) {
+    float sum = 0.0f;
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const volatile float product = element(type, rows[r].data(), i) * factors[r];
+      sum += product;
+    }
+    if (rounded(type, sum) == bits_of(type, out.data(), i)) continue;
+    std::printf("type %d, %d weighted rows, hidden_size %ld, column %ld: wanted %08x, got %08x\n",
+                static_cast<int>(type), num_rows, static_cast<long>(hidden_size),
+                static_cast<long>(i), rounded(type, sum), bits_of(type, out.data(), i));
+    return false;
+  }
+  return true;
+}
+
 bool check(RowType type, int64_t hidden_size, const std::vector<Row>& rows) {
   std::vector<const uint8_t*> pointers;
   for (const Row& row : rows) pointers.push_back(row.data());
@@ -74,6 +97,9 @@ int main() {
           for (uint8_t& byte : row) byte = static_cast<uint8_t>(random());
         }
         if (!check(type, hidden_size, rows)) return 1;
+        std::vector<float> factors(num_rows);
+        for (float& factor : factors) factor = static_cast<float>(random()) / 4e9f - 0.5f;
+        if (!check_weighted(type, hidden_size, rows, factors)) return 1;
       }
     }
   }

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from moe_ep.integrations.transformers import exchange
+from moe_ep.integrations.transformers import exchange, shared_batch
 from moe_ep.integrations.transformers.communications import SharedCommunications
-from moe_ep.integrations.transformers.exchange import OpenRound
 from moe_ep.integrations.transformers.shared_batch import Slices
 from moe_ep.integrations.transformers.support import (
     experts_implementation_of,
@@ -22,7 +20,8 @@ from moe_ep.integrations.transformers.support import (
 class MoEEpImplementation(EPImplementation):  # type: ignore[misc]
     """The experts of one layer: dispatch, this rank's experts on what arrived, combine.
 
-    Where the ranks of a tensor-parallel group hold the same batch, each sends its slice of it.
+    Ranks that hold the same batch send it nowhere where they can read each other's memory; else
+    each sends its slice of it.
     """
 
     def __init__(
@@ -50,36 +49,26 @@ class MoEEpImplementation(EPImplementation):  # type: ignore[misc]
         hidden_states: [n, hidden_size]; top_k_index: [n, top_k] global expert ids; top_k_weights:
         [n, top_k].
         """
-        slices = None
-        if self.tp_mesh.size() > 1:
-            slices = Slices(self.tp_mesh.get_group(), hidden_states.shape[0])
-            hidden_states, top_k_weights = slices.own(hidden_states), slices.own(top_k_weights)
-            top_k_index = slices.own(top_k_index)
-        one = self._dispatch_tokens(hidden_states, top_k_index, top_k_weights, slices)
-        partial = exchange.run_experts(one, self.experts_forward, asks_host=self._asks_host)
-        output = self._combine_tokens(partial, one)
-        return output if slices is None else slices.all(output)
-
-    def _dispatch_tokens(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, slices: Any
-    ) -> OpenRound:
         communication = self._communications.get(
             self.ep_mesh.get_group(),
             num_experts=self.num_local_experts * self.ep_mesh.size(),
             top_k=top_k_index.shape[-1],
             hidden_states=hidden_states,
         )
-        largest = hidden_states.shape[0] if slices is None else slices.rows_per_rank
-        return exchange.dispatch(
-            communication,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            largest if self._equal_rounds else None,
-        )
-
-    def _combine_tokens(self, expert_output: Tensor, one: OpenRound) -> Tensor:
-        return exchange.combine(one, expert_output)
+        given = (hidden_states, top_k_index, top_k_weights)
+        experts, asks_host = self.experts_forward, self._asks_host
+        if self.shares_batch:
+            sums = shared_batch.run_in_place(communication, *given, experts, asks_host=asks_host)
+            if sums is not None:
+                return sums
+        slices, largest = None, hidden_states.shape[0]
+        if self.tp_mesh.size() > 1:
+            slices = Slices(self.tp_mesh.get_group(), hidden_states.shape[0])
+            given = (slices.own(given[0]), slices.own(given[1]), slices.own(given[2]))
+            largest = slices.rows_per_rank
+        one = exchange.dispatch(communication, *given, largest if self._equal_rounds else None)
+        output = exchange.combine(one, exchange.run_experts(one, experts, asks_host=asks_host))
+        return output if slices is None else slices.all(output)
 
 
 def add_implementation(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.dispatch_result import MoEEpDispatchResult
+from moe_ep.expert_major import ExpertMajorRows, unpermute_from_experts
 from moe_ep.tensors import host_may_read
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -45,7 +46,9 @@ def dispatch(
     return OpenRound(communication, received)
 
 
-def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
+def run_experts(
+    one: OpenRound, experts: Experts, *, asks_host: bool, output: Tensor | None = None
+) -> Tensor:
     """Return [R * tpr, hidden_size]: for each received row the weighted sum over its local experts.
 
     Each row is given to the experts once for each pick, with a weight of one: their weighted sum is
@@ -53,18 +56,39 @@ def run_experts(one: OpenRound, experts: Experts, *, asks_host: bool) -> Tensor:
 
     asks_host: whether the experts wait for the device themselves, as transformers' loops do; some
         of these do not skip rows.
+    output: as of `unpermute`.
     """
-    communication, received = one.communication, one.received
-    is_counted = asks_host or host_may_read(received.topk_ids)
-    # No row is skipped then, but where there is no pick at all: one row of zeros goes to the first
-    # expert, since the experts take part in backward on every rank, as FSDP wants.
-    max_rows = max(1, _count_local_picks(one)) if is_counted else None
-    permuted = communication.permute_to_experts(received, max_rows=max_rows)
+    is_counted = asks_host or host_may_read(one.received.topk_ids)
+    permuted = permute(one, is_counted=is_counted)
     expert = permuted.expert_of_row.long()
-    expert = expert.where(expert >= 0, 0 if is_counted else communication.num_local_experts)
+    expert = expert.where(expert >= 0, 0 if is_counted else one.communication.num_local_experts)
     rows = permuted.hidden_states
     made = experts(rows, expert.view(-1, 1), rows.new_ones((rows.shape[0], 1)))
-    return communication.unpermute_from_experts(made, permuted)
+    return unpermute(one, made, permuted, output)
+
+
+def permute(one: OpenRound, *, is_counted: bool) -> ExpertMajorRows:
+    """Return a row for each pick of a local expert.
+
+    is_counted: whether the host waits until it knows how many there are. No row is without a pick
+        then, but where there is no pick at all: one row of zeros is there for the first expert,
+        since the experts take part in backward on every rank, as FSDP wants.
+    """
+    max_rows = max(1, _count_local_picks(one)) if is_counted else None
+    return one.communication.permute_to_experts(one.received, max_rows=max_rows)
+
+
+def unpermute(
+    one: OpenRound, made: Tensor, permuted: ExpertMajorRows, output: Tensor | None = None
+) -> Tensor:
+    """Return the weighted sums of the rows that the experts made.
+
+    output: to write to, without gradients, where the host may read; a row without a local pick
+        stays as it is. None: where combine takes them from, if that may be, else a new tensor.
+    """
+    if output is None and host_may_read(made) and not made.requires_grad:
+        output = one.communication.get_combine_input_buffer(made.dtype)
+    return unpermute_from_experts(made, permuted, output=output)
 
 
 def combine(one: OpenRound, partial: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from moe_ep.integrations.transformers import exchange
 from moe_ep.integrations.transformers.communications import SharedCommunications
 from moe_ep.integrations.transformers.exchange import OpenRound
 from moe_ep.integrations.transformers.support import require_dispatchable
+from moe_ep.tensors import host_may_read
 
 EXPERTS_STYLE = "grouped_gemm"
 """transformers' name of the style that gives each rank its own experts' parameters."""
@@ -78,11 +79,11 @@ def _placement(experts: nn.Module) -> tuple[dist.ProcessGroup, int]:
 
 def _grouped_experts(experts: Any, one: OpenRound) -> Tensor:
     """Return what this rank's experts make of the received rows."""
-    permuted = one.communication.permute_to_experts(one.received)
+    permuted = exchange.permute(one, is_counted=host_may_read(one.received.topk_ids))
     up = _layer(experts, "gate_up_proj" if experts.has_gate else "up_proj")
     activation = experts._apply_gate if experts.has_gate else experts.act_fn
     made = run_two_layers(permuted, up, activation, _layer(experts, "down_proj"))
-    return one.communication.unpermute_from_experts(made, permuted)
+    return exchange.unpermute(one, made, permuted)
 
 
 def _layer(experts: Any, name: str) -> GroupedLinear:

@@ -1,0 +1,90 @@
+"""Do tokens that all ranks hold get the same sums in place as where a slice of them travels?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpInputError, create_communication
+from tests.bits import assert_same_bits
+from tests.conftest import RunOnRanks
+from tests.problems import expect, problem_of
+from tests.ranks import RankContext
+
+pytest.importorskip("transformers", "5.17")
+
+from moe_ep.integrations.transformers import exchange
+from moe_ep.integrations.transformers.shared_batch import run_in_place
+
+pytestmark = pytest.mark.multirank
+SIZE = 3
+PARAMS = MoEEpCommParams(7, 4, 8, 24, dtype=torch.bfloat16)  # the last ranks own fewer experts
+
+
+def inputs_of(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, PARAMS.num_experts, (tokens, PARAMS.top_k), generator=g)
+    ids[1:2] = -1  # goes nowhere
+    ids[2:3] = 0  # to one rank
+    x = torch.randn(tokens, PARAMS.hidden_size, generator=g).bfloat16()
+    return x, ids, torch.randn(tokens, PARAMS.top_k, generator=g).bfloat16()
+
+
+def experts_of(communication: MoEEpCommunication) -> exchange.Experts:
+    """Experts of which each multiplies by another number."""
+    first = communication.first_local_expert
+
+    def experts(rows: Tensor, local_ids: Tensor, ones: Tensor) -> Tensor:
+        return (rows * (1.1 + first + local_ids)).to(rows.dtype)
+
+    return experts
+
+
+def play(context: RankContext, backend: str, sizes: list[int]) -> dict[str, Any]:
+    """Body: for each number of tokens the sums in place, and those of tokens that travel."""
+    with torch.no_grad(), create_communication(context.bootstrap(), PARAMS, backend) as of:
+        experts, got = experts_of(of), {}
+        for tokens in sizes:
+            given = inputs_of(tokens)
+            in_place = run_in_place(of, *given, experts, asks_host=True)
+            one = exchange.dispatch(of, *given, None)
+            travelled = exchange.combine(one, exchange.run_experts(one, experts, asks_host=True))
+            got[tokens] = (in_place, travelled)
+        with torch.enable_grad():
+            got["with gradients"] = run_in_place(of, *inputs_of(2), experts, asks_host=True)
+        return got
+
+
+def test_sums_in_place_are_those_of_tokens_that_travel(ranks: RunOnRanks) -> None:
+    sizes = [8, 0, 1, 7, 8]
+    for rank, got in enumerate(ranks(SIZE, play, backend="cake", sizes=sizes)):
+        for tokens in sizes:
+            in_place, travelled = got[tokens]
+            assert_same_bits(in_place, travelled, rank=rank, what=f"{tokens} tokens")
+        assert got["with gradients"] is None
+
+
+def test_ranks_that_cannot_read_each_others_memory_are_told_to_send(ranks: RunOnRanks) -> None:
+    for got in ranks(SIZE, play, backend="nvlink_two_sided", sizes=[3]):
+        assert got[3][0] is None
+
+
+def refuse(context: RankContext) -> list[Any]:
+    """Body: what an id of no expert raises, and the sums of a round after it."""
+    with torch.no_grad(), create_communication(context.bootstrap(), PARAMS, "cake") as of:
+        x, ids, weights = inputs_of(5)
+        wrong = ids.clone()
+        wrong[3, 0] = PARAMS.num_experts
+        how: dict[str, Any] = {"experts": experts_of(of), "asks_host": True}
+        problem = problem_of(run_in_place, of, x, wrong, weights, **how)
+        return [problem, run_in_place(of, x, ids, weights, **how)]
+
+
+def test_an_id_of_no_expert_is_refused_on_all_ranks(ranks: RunOnRanks) -> None:
+    for got in ranks(SIZE, refuse):
+        problem, sums = got
+        expect(problem, MoEEpInputError, ["topk_ids must be below num_experts=7", "got 7"])
+        assert sums.shape == (5, PARAMS.hidden_size)
