@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from moe_ep.communication import MoEEpCommunication
 from moe_ep.integrations.transformers import exchange, shared_batch
 from moe_ep.integrations.transformers.communications import SharedCommunications
+from moe_ep.integrations.transformers.exchange import OpenRound
 from moe_ep.integrations.transformers.shared_batch import Slices
 from moe_ep.integrations.transformers.support import (
     experts_implementation_of,
@@ -66,9 +68,25 @@ class MoEEpImplementation(EPImplementation):  # type: ignore[misc]
             slices = Slices(self.tp_mesh.get_group(), hidden_states.shape[0])
             given = (slices.own(given[0]), slices.own(given[1]), slices.own(given[2]))
             largest = slices.rows_per_rank
-        one = exchange.dispatch(communication, *given, largest if self._equal_rounds else None)
-        output = exchange.combine(one, exchange.run_experts(one, experts, asks_host=asks_host))
+        one = self._dispatch_tokens(communication, *given, largest if self._equal_rounds else None)
+        made = exchange.run_experts(one, experts, asks_host=asks_host)
+        output = self._combine_tokens(made, one)
         return output if slices is None else slices.all(output)
+
+    # Methods of these names has transformers' AllToAllEP, too: who times one can time the other.
+
+    def _dispatch_tokens(
+        self,
+        communication: MoEEpCommunication,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        largest: int | None,
+    ) -> OpenRound:
+        return exchange.dispatch(communication, hidden_states, top_k_index, top_k_weights, largest)
+
+    def _combine_tokens(self, expert_output: Tensor, one: OpenRound) -> Tensor:
+        return exchange.combine(one, expert_output)
 
 
 def add_implementation(
