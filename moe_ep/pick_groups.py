@@ -70,11 +70,13 @@ def rows_or_zeros(source: Tensor, index: Tensor) -> Tensor:
         rows = source.new_empty((index.shape[0], source.shape[1]))
         torch.ops.moe_ep.copy_rows(dense_rows(source), index.contiguous(), rows)
         return rows
-    if num_rows == 0:
-        return source.new_zeros((index.shape[0], source.shape[1]))
     # As bytes: some dtypes of quantised rows know no fill.
+    source_bytes = source.contiguous().view(torch.uint8)
+    if num_rows == 0:
+        zeros = source_bytes.new_zeros((index.shape[0], source_bytes.shape[1]))
+        return zeros.view(source.dtype)
     is_row = index < num_rows
-    rows = source.contiguous().view(torch.uint8).index_select(0, index.where(is_row, 0))
+    rows = source_bytes.index_select(0, index.where(is_row, 0))
     return rows.masked_fill_(~is_row.view(-1, 1), 0).view(source.dtype)
 
 
