@@ -21,6 +21,8 @@ from moe_ep.params import TOKEN_DTYPES
 from moe_ep.pick_groups import entries_or, group_picks, rows_or_zeros
 from moe_ep.pick_sums import sum_of_picks
 
+_INT32_MAX = 2**31 - 1  # of ids, and of offsets of groups
+
 
 @dataclass(frozen=True)
 class ExpertMajorRows:
@@ -141,7 +143,7 @@ def _as_int32(topk_ids: Tensor) -> Tensor:
     """Dispatch gives int32; a caller that has put other ids in their place may have int64."""
     if topk_ids.dtype == torch.int32:
         return topk_ids
-    return topk_ids.clamp(-1, torch.iinfo(torch.int32).max).int()
+    return topk_ids.clamp(-1, _INT32_MAX).int()
 
 
 def _most_rows(num_picks: int, num_experts: int, alignment: int, max_rows: int | None) -> int:
@@ -149,8 +151,8 @@ def _most_rows(num_picks: int, num_experts: int, alignment: int, max_rows: int |
     for name, value in (("alignment", alignment), ("max_rows", max_rows)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__}).")
-    if alignment < 1:
-        raise MoEEpConfigError(f"alignment must be at least 1, got {alignment}.")
+    if not 1 <= alignment <= _INT32_MAX:
+        raise MoEEpConfigError(f"alignment must be 1..{_INT32_MAX}, got {alignment}.")
     if max_rows is not None and (max_rows < 0 or max_rows % alignment != 0):
         raise MoEEpConfigError(
             f"max_rows must be a multiple of alignment={alignment} and not negative, got "

@@ -250,7 +250,8 @@ def test_room_for_all_costs_nothing_more_than_is_needed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"alignment": 0}, MoEEpConfigError, "alignment must be at least 1, got 0"),
+        ({"alignment": 0}, MoEEpConfigError, r"alignment must be 1\.\.2147483647, got 0"),
+        ({"alignment": 2**62, "max_rows": 0}, MoEEpConfigError, "alignment must be 1.*got 4611"),
         ({"alignment": 2.0}, TypeError, "alignment must be an int, got 2.0"),
         ({"alignment": 8, "max_rows": 12}, MoEEpConfigError, "max_rows must be a multiple of"),
         ({"max_rows": -1}, MoEEpConfigError, "max_rows must be a multiple of"),
