@@ -265,6 +265,13 @@ def test_wrong_sizes_are_refused(
         permute_to_experts(received(4, 2), FIRST, COUNT, **options)
 
 
+def test_the_op_of_the_host_refuses_what_it_cannot_add_up() -> None:
+    ids = torch.arange(8, dtype=torch.int32).view(8, 1)
+    outputs = [torch.empty(size, dtype=torch.long) for size in ((8,), (9,), (8, 1), (0,))]
+    with pytest.raises(RuntimeError, match=r"alignment must be 1\.\.2147483647, got 4611"):
+        torch.ops.moe_ep.group_picks(ids, 0, 2**62, *outputs)
+
+
 def test_wrong_rows_are_refused() -> None:
     result = received(4, 2)
     permuted = permute_to_experts(result, FIRST, COUNT)
