@@ -46,10 +46,10 @@ def group_picks(
     """
     if host_may_read(topk_ids):
         groups = PickGroups(
-            counts=torch.empty(num_experts, dtype=torch.long),
-            offsets=torch.empty(num_experts + 1, dtype=torch.long),
-            row_of_pick=torch.empty(topk_ids.shape, dtype=torch.long),
-            pick_of_row=torch.empty(room, dtype=torch.long),
+            counts=topk_ids.new_empty(num_experts, dtype=torch.long),
+            offsets=topk_ids.new_empty(num_experts + 1, dtype=torch.long),
+            row_of_pick=topk_ids.new_empty(topk_ids.shape, dtype=torch.long),
+            pick_of_row=topk_ids.new_empty(room, dtype=torch.long),
         )
         outputs = (groups.counts, groups.offsets, groups.row_of_pick, groups.pick_of_row)
         ids = topk_ids.contiguous()

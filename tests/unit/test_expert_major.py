@@ -129,6 +129,15 @@ def test_ids_and_weights_of_other_dtypes_are_taken_for_what_they_are() -> None:
     same(unpermute_from_experts(rows, got), unpermute_from_experts(rows, wanted))
 
 
+def test_rows_are_grouped_where_they_are_whatever_the_default_device_is() -> None:
+    result = received(7, 3)
+    with torch.device("meta"):
+        permuted = permute_to_experts(result, FIRST, COUNT)
+        got = unpermute_from_experts(permuted.hidden_states, permuted)
+    wanted = permute_to_experts(result, FIRST, COUNT)
+    same(got, unpermute_from_experts(wanted.hidden_states, wanted))
+
+
 def summed(rows: Tensor, weights: Tensor | None, permuted: ExpertMajorRows) -> Tensor:
     total = torch.zeros(len(permuted.row_of_pick), rows.shape[1])
     for row, places in enumerate(permuted.row_of_pick.tolist()):

@@ -60,7 +60,7 @@ def run_in_place(
         tokens_per_rank=num_tokens,
         hidden_states_scale=None,
         eplb_gathered_stats=None,
-        recv_token_counts=torch.tensor([num_tokens], dtype=torch.int32),
+        recv_token_counts=topk_ids.new_tensor([num_tokens], dtype=torch.int32),
     )
     one = OpenRound(communication, everything)
     partial = inputs[communication.ep_rank][:num_tokens].zero_()
