@@ -244,7 +244,9 @@ def require_usual_stream(communication: MoEEpCommunication) -> None:
 def _refuse_library_memory(communication: MoEEpCommunication, expert_output: Tensor) -> None:
     """The experts' last step may have saved what it wrote, and backward would overwrite it."""
     buffer = communication._combine_input_buffer()
-    if buffer is not None and expert_output.data_ptr() == buffer.data_ptr():
+    if buffer is None or buffer.numel() == 0:  # all memory of no element is at the same address
+        return
+    if expert_output.data_ptr() == buffer.data_ptr():
         raise MoEEpConfigError(
             "expert_output requires grad and is the memory of get_combine_input_buffer, which the "
             "backward overwrites: use a tensor of your own, or torch.no_grad()."

@@ -104,13 +104,14 @@ class TorchDistributedComm:
 
     def _allgather_bounded(self, obj: Any) -> list[Any]:
         rank, size = self.get_rank(), self.get_size()
+        # On the host, and the others as it, whatever torch's default device is.
         mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         deadline = Deadline(self._timeout_sec)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+        lengths = [mine.new_zeros(1, dtype=torch.int64) for _ in range(size)]
         try:
-            my_length = torch.tensor([mine.numel()])
+            my_length = mine.new_tensor([mine.numel()], dtype=torch.int64)
             exchange(self.group, [my_length] * size, lengths, _CONTROL_TAG, deadline)
-            pickles = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
+            pickles = [mine.new_empty(int(n)) for n in lengths]
             exchange(self.group, [mine] * size, pickles, _CONTROL_TAG, deadline)
         except PeerSilentError as silent:
             raise MoEEpTimeoutError(

@@ -356,7 +356,8 @@ class MoEEpCommunication(LifeCycle):
 
     def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
         """Return every rank's zero-copy input in a round of `tokens_per_rank`, where this process
-        can read them: from its combine to its next dispatch. None where it cannot."""
+        can read them: from its combine to its next dispatch. None where it cannot, or where
+        dispatch will refuse such a round."""
         return None
 
     # ---------------------------------------------------------------- the state machine

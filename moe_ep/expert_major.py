@@ -21,6 +21,8 @@ from moe_ep.params import TOKEN_DTYPES
 from moe_ep.pick_groups import entries_or, group_picks, rows_or_zeros
 from moe_ep.pick_sums import sum_of_picks
 
+_INT32_MAX = 2**31 - 1  # of ids, and of offsets of groups
+
 
 @dataclass(frozen=True)
 class ExpertMajorRows:
@@ -68,18 +70,18 @@ def permute_to_experts(
     Raises TypeError and MoEEpConfigError for a wrong alignment or max_rows.
     """
     check_type("result", result, MoEEpDispatchResult)
-    num_picks = result.topk_ids.numel()
+    topk_ids, num_picks = _as_int32(result.topk_ids), result.topk_ids.numel()
     most = _most_rows(num_picks, num_local_experts, alignment, max_rows)
     room = most if max_rows is None else min(most, max_rows)
     groups = group_picks(
-        result.topk_ids,
+        topk_ids,
         first_local_expert,
         num_local_experts,
         alignment=alignment,
         room=room,
         may_lack_room=room < most,
     )
-    top_k = result.topk_ids.shape[1]
+    top_k = topk_ids.shape[1]
     row = groups.pick_of_row // top_k
     scales, weights = result.hidden_states_scale, result.topk_weights
     return ExpertMajorRows(
@@ -88,7 +90,7 @@ def permute_to_experts(
         topk_weights=None if weights is None else entries_or(0.0, weights, groups.pick_of_row),
         expert_counts=groups.counts.int(),
         expert_offsets=groups.offsets.int(),
-        expert_of_row=entries_or(-1, result.topk_ids - first_local_expert, groups.pick_of_row),
+        expert_of_row=entries_or(-1, topk_ids - first_local_expert, groups.pick_of_row),
         row_of_pick=groups.row_of_pick,
         pick_weights=weights,
         is_incomplete=groups.is_incomplete,
@@ -117,6 +119,11 @@ def unpermute_from_experts(
             f"{list(rows.shape)}."
         )
     check_dtype("rows", rows, TOKEN_DTYPES)
+    if output is not None and (rows.shape[1], rows.dtype) != (output.shape[1], output.dtype):
+        raise MoEEpConfigError(
+            f"rows must be [{room}, {output.shape[1]}] {output.dtype}, as combine takes them, got "
+            f"{list(rows.shape)} {rows.dtype}."
+        )
     if apply_weights and permuted.pick_weights is None:
         raise MoEEpConfigError(
             "apply_weights must be False: dispatch was called without topk_weights."
@@ -132,13 +139,20 @@ def unpermute_from_experts(
     return combined.masked_fill(permuted.is_incomplete.view(-1, 1), float("nan"))
 
 
+def _as_int32(topk_ids: Tensor) -> Tensor:
+    """Dispatch gives int32; a caller that has put other ids in their place may have int64."""
+    if topk_ids.dtype == torch.int32:
+        return topk_ids
+    return topk_ids.clamp(-1, _INT32_MAX).int()
+
+
 def _most_rows(num_picks: int, num_experts: int, alignment: int, max_rows: int | None) -> int:
     """Return how many rows there can be, paddings included; check what the user gave."""
     for name, value in (("alignment", alignment), ("max_rows", max_rows)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__}).")
-    if alignment < 1:
-        raise MoEEpConfigError(f"alignment must be at least 1, got {alignment}.")
+    if not 1 <= alignment <= _INT32_MAX:
+        raise MoEEpConfigError(f"alignment must be 1..{_INT32_MAX}, got {alignment}.")
     if max_rows is not None and (max_rows < 0 or max_rows % alignment != 0):
         raise MoEEpConfigError(
             f"max_rows must be a multiple of alignment={alignment} and not negative, got "

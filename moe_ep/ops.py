@@ -253,4 +253,4 @@ def _(topk_ids: Tensor, recv_token_counts: Tensor, invalid_expert_id: int) -> No
 
 @torch.library.register_fake("moe_ep::active_rank_mask")
 def _(ranks: list[int], ep_size: int) -> Tensor:
-    return torch.empty((_native.rank_mask_words(ep_size),), dtype=torch.uint64)
+    return torch.empty((_native.rank_mask_words(ep_size),), dtype=torch.uint64, device="cpu")

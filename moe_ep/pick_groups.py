@@ -46,10 +46,10 @@ def group_picks(
     """
     if host_may_read(topk_ids):
         groups = PickGroups(
-            counts=torch.empty(num_experts, dtype=torch.long),
-            offsets=torch.empty(num_experts + 1, dtype=torch.long),
-            row_of_pick=torch.empty(topk_ids.shape, dtype=torch.long),
-            pick_of_row=torch.empty(room, dtype=torch.long),
+            counts=topk_ids.new_empty(num_experts, dtype=torch.long),
+            offsets=topk_ids.new_empty(num_experts + 1, dtype=torch.long),
+            row_of_pick=topk_ids.new_empty(topk_ids.shape, dtype=torch.long),
+            pick_of_row=topk_ids.new_empty(room, dtype=torch.long),
         )
         outputs = (groups.counts, groups.offsets, groups.row_of_pick, groups.pick_of_row)
         ids = topk_ids.contiguous()
@@ -70,11 +70,13 @@ def rows_or_zeros(source: Tensor, index: Tensor) -> Tensor:
         rows = source.new_empty((index.shape[0], source.shape[1]))
         torch.ops.moe_ep.copy_rows(dense_rows(source), index.contiguous(), rows)
         return rows
-    if num_rows == 0:
-        return source.new_zeros((index.shape[0], source.shape[1]))
     # As bytes: some dtypes of quantised rows know no fill.
+    source_bytes = source.contiguous().view(torch.uint8)
+    if num_rows == 0:
+        zeros = source_bytes.new_zeros((index.shape[0], source_bytes.shape[1]))
+        return zeros.view(source.dtype)
     is_row = index < num_rows
-    rows = source.contiguous().view(torch.uint8).index_select(0, index.where(is_row, 0))
+    rows = source_bytes.index_select(0, index.where(is_row, 0))
     return rows.masked_fill_(~is_row.view(-1, 1), 0).view(source.dtype)
 
 

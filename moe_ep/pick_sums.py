@@ -21,7 +21,7 @@ def sum_of_picks(
         return _slot_by_slot(rows, weights, row_of_pick)
     if output is None:
         output = rows.new_zeros((row_of_pick.shape[0], rows.shape[1]))
-    factors = None if weights is None else weights.contiguous()
+    factors = None if weights is None else weights.float().contiguous()
     torch.ops.moe_ep.sum_rows(dense_rows(rows), factors, row_of_pick, output)
     return output
 

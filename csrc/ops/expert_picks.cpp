@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -47,7 +48,10 @@ bool group_picks(Tensor topk_ids, int64_t first_expert, int64_t alignment, Tenso
   auto* offset = entries<int64_t>("offsets", offsets, ScalarType::Long, num_experts + 1);
   auto* row_of = entries<int64_t>("row_of_pick", row_of_pick, ScalarType::Long, num_picks);
   auto* pick_of = entries<int64_t>("pick_of_row", pick_of_row, ScalarType::Long, room);
-  check(alignment >= 1, "alignment must be at least 1, got ", alignment);
+  // The bound keeps the sum of all groups' rows within int64.
+  constexpr int64_t kMaxAlignment = std::numeric_limits<int32_t>::max();
+  check(alignment >= 1 && alignment <= kMaxAlignment, "alignment must be 1..", kMaxAlignment,
+        ", got ", alignment);
 
   const auto local = [&](int64_t pick) { return static_cast<int64_t>(ids[pick]) - first_expert; };
   const auto is_local = [&](int64_t expert) { return expert >= 0 && expert < num_experts; };

@@ -218,7 +218,9 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
 
     def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
         # On CUDA another rank's rows are for kernels, which order what they read.
-        if self._low_precision or self.device.type != "cpu":
+        if self._low_precision or self.device.type != "cpu" or self._destroyed:
+            return None
+        if tokens_per_rank > self.params.max_tokens_per_rank:
             return None
         return [self._combine_rows(rank, tokens_per_rank) for rank in range(self.ep_size)]
 

@@ -216,7 +216,7 @@ class TorchDistAlltoAll(MoEEpCommunication):
         self, header: RoundHeader, routing: Routing, eplb_local_stats: Tensor | None
     ) -> tuple[list[int], Tensor]:
         """Return the number of rows from each rank, and every rank's statistics. Collective."""
-        no_stats = torch.zeros(self._eplb_stats_num_experts, dtype=torch.int32)
+        no_stats = torch.zeros(self._eplb_stats_num_experts, dtype=torch.int32, device="cpu")
         stats = no_stats if eplb_local_stats is None else eplb_local_stats.cpu()
         words = pack_headers(header, routing.send_counts, stats)
         recv_counts, headers, all_stats = unpack_headers(

@@ -45,9 +45,9 @@ def pack_headers(header: RoundHeader, row_counts: list[int], stats: Tensor) -> T
 
     stats: [eplb_stats_num_experts] on the CPU, zeros where there are none.
     """
-    same_for_all = torch.cat([torch.tensor(astuple(header)), stats.long()])
+    same_for_all = torch.cat([torch.tensor(astuple(header), device="cpu"), stats.long()])
     words = same_for_all.expand(len(row_counts), -1)
-    return torch.cat([torch.tensor(row_counts).view(-1, 1), words], dim=1)
+    return torch.cat([torch.tensor(row_counts, device="cpu").view(-1, 1), words], dim=1)
 
 
 def unpack_headers(words: Tensor) -> tuple[list[int], list[RoundHeader], Tensor]:

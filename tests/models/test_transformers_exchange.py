@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep import BootstrapConfig, MoEEpCommParams, TorchDistAlltoAll, pick_groups, pick_sums
+from moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    TorchDistAlltoAll,
+    create_communication,
+    pick_groups,
+    pick_sums,
+)
 from tests.rounds.layers import random_inputs, small_integers
 
 pytest.importorskip("transformers", "5.17")
@@ -51,3 +58,34 @@ def test_rows_that_are_skipped_and_rows_that_are_left_out_give_the_same(
         monkeypatch.setattr(module, "host_may_read", lambda tensor: False)
     for got, wanted in zip(outcome(tokens, asks_host=asks_host), left_out, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("backend", ["cake", "torch_dist"])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_what_experts_make_in_another_dtype_is_rounded_to_the_tokens(
+    backend: str, has_gradients: bool
+) -> None:
+    params = MoEEpCommParams(4, 2, 8, 16, dtype=torch.bfloat16)
+    x, ids, weights = random_inputs(params, 5, small_integers, 3)
+
+    def outcome_of(dtype: torch.dtype) -> list[Tensor]:
+        tokens = x.clone().requires_grad_(has_gradients)
+
+        def experts(rows: Tensor, local_ids: Tensor, ones: Tensor) -> Tensor:
+            return (rows.float() * 1.1).bfloat16().to(dtype)  # as under autocast
+
+        one = exchange.dispatch(of, tokens, ids, weights, None)
+        sums = exchange.combine(one, exchange.run_experts(one, experts, asks_host=True))
+        if not has_gradients:
+            return [sums]
+        return [sums, *torch.autograd.grad(sums.sum(), tokens)]
+
+    bootstrap = BootstrapConfig(1, 0, device="cpu")
+    with (
+        torch.set_grad_enabled(has_gradients),
+        create_communication(bootstrap, params, backend) as of,
+    ):
+        wanted = outcome_of(torch.bfloat16)
+        for dtype in (torch.float32, torch.float64):
+            for got, want in zip(outcome_of(dtype), wanted, strict=True):
+                assert torch.equal(got, want)

@@ -72,6 +72,42 @@ def test_ranks_that_cannot_read_each_others_memory_are_told_to_send(ranks: RunOn
         assert got[3][0] is None
 
 
+def play_oddly(context: RankContext) -> list[Any]:
+    """Body: sums of the same batch, given in other ways."""
+    with torch.no_grad(), create_communication(context.bootstrap(), PARAMS, "cake") as of:
+        x, ids, weights = inputs_of(7)
+        how: dict[str, Any] = {"experts": experts_of(of), "asks_host": True}
+        in_another_dtype = {**how, "experts": lambda *given: how["experts"](*given).float()}
+        far = torch.where(ids < 0, 3 - 2**32, ids)  # padding whose low half is an expert's id
+        return [
+            run_in_place(of, x, ids, weights, **how),
+            run_in_place(of, x.t().contiguous().t(), ids, weights, **how),
+            run_in_place(of, x, far, weights, **how),
+            run_in_place(of, x, ids, weights, **in_another_dtype),
+        ]
+
+
+def test_sums_in_place_are_the_same_however_the_batch_is_given(ranks: RunOnRanks) -> None:
+    for rank, got in enumerate(ranks(SIZE, play_oddly)):
+        for sums in got[1:]:
+            assert_same_bits(sums, got[0], rank=rank)
+
+
+def leave_alone(context: RankContext) -> list[Any]:
+    """Body: what there is of a batch that is too large, and of one after destroy."""
+    with torch.no_grad(), create_communication(context.bootstrap(), PARAMS, "cake") as of:
+        how: dict[str, Any] = {"experts": experts_of(of), "asks_host": True}
+        too_many = SIZE * PARAMS.max_tokens_per_rank + 1
+        large = run_in_place(of, *inputs_of(too_many), **how)
+        of.destroy()
+        return [large, run_in_place(of, *inputs_of(2), **how)]
+
+
+def test_what_dispatch_refuses_is_left_to_it(ranks: RunOnRanks) -> None:
+    for got in ranks(SIZE, leave_alone):
+        assert got == [None, None]
+
+
 def refuse(context: RankContext) -> list[Any]:
     """Body: what an id of no expert raises, and the sums of a round after it."""
     with torch.no_grad(), create_communication(context.bootstrap(), PARAMS, "cake") as of:

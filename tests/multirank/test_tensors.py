@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ep import MoEEpCommParams, QuantFormat
 from moe_ep.reference import evaluate_experts
-from tests.backends import Backend, every_backend, on_each
+from tests.backends import Backend, every_backend, on_each, on_the_cpu
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
@@ -284,3 +284,36 @@ def test_rows_may_share_their_memory(ranks: RunOnRanks, backend: Backend, device
         topk_weights=[row.repeat(6, 1) for row in weights],
     )
     check_all(params, [one], played)
+
+
+def play_under_another_default_device(context: RankContext, backend: str) -> list[Tensor]:
+    """Body: the sums of a round while torch makes tensors elsewhere, and of a usual one."""
+    params = MoEEpCommParams(6, 3, 7, 40)
+    one = random_round(params, (5, 2, 0), seed=context.rank)
+    assert one.topk_weights is not None
+    given = (
+        one.hidden_states[context.rank],
+        one.topk_ids[context.rank],
+        one.topk_weights[context.rank],
+    )
+
+    def sums() -> Tensor:
+        result = communication.dispatch(*given)
+        return communication.combine(result.hidden_states * 2)
+
+    with torch.device("meta"):  # as where a model is made
+        communication = create(context, params, backend)
+    with communication:
+        with torch.device("meta"):
+            elsewhere = sums()
+        return [elsewhere, sums()]
+
+
+@on_the_cpu
+def test_tensors_are_made_where_the_round_is_whatever_the_default_device_is(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    body = {"device": device, "backend": backend.name}
+    for rank, got in enumerate(ranks(3, play_under_another_default_device, **body)):
+        elsewhere, usual = got
+        assert_same_bits(elsewhere, usual, rank=rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from moe_ep import (
     MoEEpDispatchResult,
     MoEEpStateError,
     TorchDistAlltoAll,
+    pick_groups,
 )
 from moe_ep.expert_major import permute_to_experts, unpermute_from_experts
 
@@ -108,6 +110,32 @@ def test_each_pick_has_its_row(
     same(permuted.expert_counts, torch.tensor(counts, dtype=torch.int32))
     same(permuted.expert_offsets, torch.tensor(offsets, dtype=torch.int32))
     assert permuted.is_incomplete is None
+
+
+def test_ids_and_weights_of_other_dtypes_are_taken_for_what_they_are() -> None:
+    result = received(40, 8)
+    assert result.topk_weights is not None
+    ids = result.topk_ids.long()
+    ids[0, 0] += 2**32  # no expert, though its low half is one's
+    ids[1, 0] -= 2**32
+    plain = torch.where((ids < 0) | (ids > 9), INVALID, ids).int()
+    coarse = result.topk_weights.bfloat16()
+    given = replace(result, topk_ids=ids, topk_weights=coarse)
+    usual = replace(result, topk_ids=plain, topk_weights=coarse.float())
+    got, wanted = (permute_to_experts(one, FIRST, COUNT) for one in (given, usual))
+    same(got.hidden_states, wanted.hidden_states)
+    same(got.expert_of_row, wanted.expert_of_row)
+    rows = got.hidden_states
+    same(unpermute_from_experts(rows, got), unpermute_from_experts(rows, wanted))
+
+
+def test_rows_are_grouped_where_they_are_whatever_the_default_device_is() -> None:
+    result = received(7, 3)
+    with torch.device("meta"):
+        permuted = permute_to_experts(result, FIRST, COUNT)
+        got = unpermute_from_experts(permuted.hidden_states, permuted)
+    wanted = permute_to_experts(result, FIRST, COUNT)
+    same(got, unpermute_from_experts(wanted.hidden_states, wanted))
 
 
 def summed(rows: Tensor, weights: Tensor | None, permuted: ExpertMajorRows) -> Tensor:
@@ -207,6 +235,17 @@ def test_what_finds_no_room_is_seen_and_comes_back_as_nan() -> None:
     same(back[~lost], unpermute_from_experts(whole.hidden_states, whole)[~lost])
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
+def test_rows_of_any_dtype_may_be_none_at_all(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(pick_groups, "host_may_read", lambda tensor: False)  # as on a device
+    rows = torch.empty(0, 24, dtype=torch.uint8).view(dtype)
+    permuted = permute_to_experts(replace(received(0, 2), hidden_states=rows), FIRST, COUNT)
+    assert permuted.hidden_states.dtype == dtype
+    assert permuted.hidden_states.shape == (0, 24)
+
+
 def test_room_for_all_costs_nothing_more_than_is_needed() -> None:
     result = received(40, 8)
     whole = permute_to_experts(result, FIRST, COUNT, alignment=8)
@@ -220,7 +259,8 @@ def test_room_for_all_costs_nothing_more_than_is_needed() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"alignment": 0}, MoEEpConfigError, "alignment must be at least 1, got 0"),
+        ({"alignment": 0}, MoEEpConfigError, r"alignment must be 1\.\.2147483647, got 0"),
+        ({"alignment": 2**62, "max_rows": 0}, MoEEpConfigError, "alignment must be 1.*got 4611"),
         ({"alignment": 2.0}, TypeError, "alignment must be an int, got 2.0"),
         ({"alignment": 8, "max_rows": 12}, MoEEpConfigError, "max_rows must be a multiple of"),
         ({"max_rows": -1}, MoEEpConfigError, "max_rows must be a multiple of"),
@@ -232,6 +272,13 @@ def test_wrong_sizes_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         permute_to_experts(received(4, 2), FIRST, COUNT, **options)
+
+
+def test_the_op_of_the_host_refuses_what_it_cannot_add_up() -> None:
+    ids = torch.arange(8, dtype=torch.int32).view(8, 1)
+    outputs = [torch.empty(size, dtype=torch.long) for size in ((8,), (9,), (8, 1), (0,))]
+    with pytest.raises(RuntimeError, match=r"alignment must be 1\.\.2147483647, got 4611"):
+        torch.ops.moe_ep.group_picks(ids, 0, 2**62, *outputs)
 
 
 def test_wrong_rows_are_refused() -> None:
@@ -250,6 +297,15 @@ def test_wrong_rows_are_refused() -> None:
     assert permuted.topk_weights is None
     with pytest.raises(MoEEpConfigError, match="apply_weights must be False"):
         unpermute_from_experts(torch.zeros(room, 4), permuted)
+
+
+def test_rows_that_do_not_fit_the_output_are_refused() -> None:
+    result = received(4, 2)
+    permuted = permute_to_experts(result, FIRST, COUNT)
+    room, output = permuted.hidden_states.shape[0], torch.zeros(4, 24)
+    for rows in (torch.zeros(room, 23), torch.zeros(room, 24).bfloat16()):
+        with pytest.raises(MoEEpConfigError, match=rf"rows must be \[{room}, 24\] torch.float32"):
+            unpermute_from_experts(rows, permuted, output=output)
 
 
 def test_results_of_another_kind_are_refused() -> None:

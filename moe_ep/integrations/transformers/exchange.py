@@ -86,6 +86,7 @@ def unpermute(
     output: to write to, without gradients, where the host may read; a row without a local pick
         stays as it is. None: where combine takes them from, if that may be, else a new tensor.
     """
+    made = made.to(permuted.hidden_states.dtype)  # under autocast experts may make another one
     if output is None and host_may_read(made) and not made.requires_grad:
         output = one.communication.get_combine_input_buffer(made.dtype)
     return unpermute_from_experts(made, permuted, output=output)

@@ -32,7 +32,8 @@ def run_in_place(
     asks_host: bool,
 ) -> Tensor | None:
     """Return [n, hidden_size], the weighted sums over all ranks' experts; None, with nothing done,
-    where that takes more than memory of the host, or gradients. Collective.
+    where that takes more than memory of the host, or gradients, or dispatch would refuse the call.
+    Collective.
 
     All ranks pass the same n tokens. The sums have the bits that they have where tokens travel.
 
@@ -54,18 +55,18 @@ def run_in_place(
     )
     everything = MoEEpDispatchResult(
         hidden_states=hidden_states,
-        topk_ids=topk_ids.int(),
+        topk_ids=topk_ids.clamp(min=-1).int(),
         topk_weights=topk_weights.float(),
         tokens_per_rank=num_tokens,
         hidden_states_scale=None,
         eplb_gathered_stats=None,
-        recv_token_counts=torch.tensor([num_tokens], dtype=torch.int32),
+        recv_token_counts=topk_ids.new_tensor([num_tokens], dtype=torch.int32),
     )
     one = OpenRound(communication, everything)
     partial = inputs[communication.ep_rank][:num_tokens].zero_()
     exchange.run_experts(one, experts, asks_host=asks_host, output=partial)
     exchange.combine(one, inputs[communication.ep_rank])
-    sums = torch.empty_like(hidden_states)
+    sums = hidden_states.new_empty(hidden_states.shape)
     torch.ops.moe_ep.sum_tensors([rows[:num_tokens] for rows in inputs], sums)
     return sums
 
