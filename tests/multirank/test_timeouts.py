@@ -163,7 +163,7 @@ def fall_silent_after_a_slow_start(
 @on_the_cpu
 @pytest.mark.parametrize(
     ("budget", "start"),
-    [(1, 0.5), (2, 1), (BUDGET, 2), pytest.param(30, 20, marks=pytest.mark.slow)],
+    [(1, 0.5), (2, 1), (BUDGET, 1), pytest.param(30, 20, marks=pytest.mark.slow)],
 )
 def test_each_wait_has_the_whole_budget_and_no_more(
     ranks: RunOnRanks, backend: Backend, device: str, budget: int, start: float
