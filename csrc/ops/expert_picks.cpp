@@ -29,11 +29,8 @@ T* entries(const char* name, const Tensor& tensor, ScalarType dtype, int64_t cou
 }
 
 RowsIn dense_rows(const char* name, const Tensor& rows) {
-  check(rows.dim() == 2 && (rows.size(1) <= 1 || rows.stride(1) == 1), name,
-        " must be 2-D with dense rows");
-  const auto element = static_cast<int64_t>(rows.element_size());
-  return {static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(1) * element,
-          rows.stride(0) * element};
+  check(has_dense_rows(rows), name, " must be 2-D with dense rows");
+  return rows_in(rows);
 }
 
 // Gives each pick of a local expert the next row of that expert's group, in the order of the picks.

@@ -16,14 +16,22 @@ TopkIds topk_ids_from(const Tensor& ids, const Tensor& workspace, int64_t top_k,
   return {ids.const_data_ptr(), are_int64, static_cast<int32_t>(ids.size(0))};
 }
 
+bool has_dense_rows(const Tensor& tensor) {
+  return tensor.dim() == 2 && (tensor.size(1) <= 1 || tensor.stride(1) == 1);
+}
+
+RowsIn rows_in(const Tensor& tensor) {
+  const auto element = static_cast<int64_t>(tensor.element_size());
+  return {static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor.size(1) * element,
+          tensor.stride(0) * element};
+}
+
 RowsIn payload_from(const Tensor& payload, const Tensor& workspace, int64_t num_tokens) {
   check_device("a payload", payload, workspace);
   check(payload.dim() == 2 && payload.size(0) == num_tokens,
         "each payload must be 2-D with a row for each of the ", num_tokens, " tokens");
-  check(payload.size(1) <= 1 || payload.stride(1) == 1, "the rows of a payload must be dense");
-  const auto element = static_cast<int64_t>(payload.element_size());
-  return {static_cast<const uint8_t*>(payload.const_data_ptr()), payload.size(1) * element,
-          payload.stride(0) * element};
+  check(has_dense_rows(payload), "the rows of a payload must be dense");
+  return rows_in(payload);
 }
 
 int32_t invalid_expert_id_from(int64_t invalid_expert_id, int64_t num_experts) {
@@ -50,12 +58,9 @@ RowsIn expert_output_from(const Tensor& given, const Tensor& workspace, ScalarTy
                           int64_t num_rows, int64_t hidden_size) {
   check_device("expert_output", given, workspace);
   check_dtype(given.scalar_type() == dtype, "expert_output must have the output's dtype");
-  check(given.dim() == 2 && given.size(0) == num_rows && given.size(1) == hidden_size &&
-            (hidden_size == 1 || given.stride(1) == 1),
+  check(has_dense_rows(given) && given.size(0) == num_rows && given.size(1) == hidden_size,
         "expert_output must be [", num_rows, ", ", hidden_size, "], its rows dense");
-  const auto element = static_cast<int64_t>(given.element_size());
-  return {static_cast<const uint8_t*>(given.const_data_ptr()), hidden_size * element,
-          given.stride(0) * element};
+  return rows_in(given);
 }
 
 void check_sums(const Tensor& output) {

@@ -18,6 +18,10 @@ struct TopkIds {
 TopkIds topk_ids_from(const Tensor& topk_ids, const Tensor& workspace, int64_t top_k,
                       int64_t tokens_per_rank);
 
+// Whether it is 2-D, and each row dense; and if so, its rows.
+bool has_dense_rows(const Tensor& tensor);
+RowsIn rows_in(const Tensor& tensor);
+
 // A payload of dispatch: 2-D with a row for each token, rows dense.
 RowsIn payload_from(const Tensor& payload, const Tensor& workspace, int64_t num_tokens);
 
