@@ -34,7 +34,7 @@ from tests.rounds import check, play_round, random_round, settled
 pytestmark = pytest.mark.multirank
 PARAMS = MoEEpCommParams(8, 3, 5, 24)
 BUDGET = 4  # that of a wait for a peer that is silent; what a busy machine may be late is below it
-SOON = 20  # on a machine with other work; without, a few tenths of a second
+SOON = 5  # on a machine with other work; without, a few tenths of a second
 MUCH = 60  # a budget that is not what ends a wait
 
 

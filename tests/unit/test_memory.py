@@ -360,7 +360,7 @@ def test_waits_end_in_time() -> None:
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match="no message arrived in time"):
         channel.receive(0.2)
-    assert 0.2 <= time.monotonic() - begin < 20
+    assert 0.2 <= time.monotonic() - begin < 5
 
 
 def test_peer_that_is_gone_is_an_error_at_once() -> None:
@@ -399,7 +399,7 @@ def test_signal_ends_a_wait() -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, previous)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 5
 
 
 def exchange_in_threads(
@@ -464,7 +464,7 @@ def test_rank_that_has_ended_is_named_long_before_the_deadline(when: str) -> Non
     begin = time.monotonic()
     with pytest.raises(ConnectionError, match="rank 1 has left the exchange"):
         own.exchange(0, names, 0, shared_page(), 100)
-    assert time.monotonic() - begin < 20  # within a second on a machine without other work
+    assert time.monotonic() - begin < 5  # within a second on a machine without other work
 
 
 def test_slow_rank_is_not_taken_for_one_that_has_ended() -> None:
