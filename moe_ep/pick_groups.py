@@ -53,13 +53,15 @@ def group_picks(
         )
         outputs = (groups.counts, groups.offsets, groups.row_of_pick, groups.pick_of_row)
         ids = topk_ids.contiguous()
-        may_lack_room = not torch.ops.moe_ep.group_picks(ids, first_expert, alignment, *outputs)
+        if torch.ops.moe_ep.group_picks(ids, first_expert, alignment, *outputs):
+            return groups
+        local = _local(topk_ids, first_expert, num_experts)
     else:
-        groups = _sorted_picks(topk_ids, first_expert, num_experts, alignment, room)
-    if not may_lack_room:
-        return groups
-    is_local = _local(topk_ids, first_expert, num_experts) < num_experts
-    incomplete = (is_local & (groups.row_of_pick == room)).any(1)
+        local = _local(topk_ids, first_expert, num_experts)
+        groups = _sorted_picks(local, num_experts, alignment, room)
+        if not may_lack_room:
+            return groups
+    incomplete = ((local < num_experts) & (groups.row_of_pick == room)).any(1)
     return replace(groups, is_incomplete=incomplete)
 
 
@@ -89,11 +91,9 @@ def entries_or(otherwise: float, values: Tensor, index: Tensor) -> Tensor:
     return values.flatten().index_select(0, index.where(is_entry, 0)).where(is_entry, otherwise)
 
 
-def _sorted_picks(
-    topk_ids: Tensor, first_expert: int, num_experts: int, alignment: int, room: int
-) -> PickGroups:
-    """All sizes are known beforehand."""
-    expert = _local(topk_ids, first_expert, num_experts).flatten()
+def _sorted_picks(local: Tensor, num_experts: int, alignment: int, room: int) -> PickGroups:
+    """All sizes are known beforehand. local: see `_local`."""
+    expert = local.flatten()
     counts = expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))
     counts = counts[:num_experts]
     padded = (counts + alignment - 1) // alignment * alignment
@@ -103,7 +103,7 @@ def _sorted_picks(
     place = torch.arange(expert.numel(), device=expert.device)
     to_offset = torch.cat([ends - padded - (counts.cumsum(0) - counts), ends.new_full((1,), room)])
     row = (place + to_offset[expert[order]]).clamp(max=room)
-    row_of_pick = torch.empty_like(row).scatter_(0, order, row).view(topk_ids.shape)
+    row_of_pick = torch.empty_like(row).scatter_(0, order, row).view(local.shape)
     # Row M stands for none: what is written there is cut off.
     pick_of_row = row.new_full((room + 1,), row.numel()).scatter_(0, row, order)[:room]
     offsets = torch.cat([ends.new_zeros(1), ends]).clamp(max=room)
