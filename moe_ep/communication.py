@@ -53,7 +53,8 @@ class MoEEpCommunication(LifeCycle):
     * `unsupported_reason(device)`;
     * `__init__(bootstrap, params, config)`, which calls this one and then sets up what it needs,
       collectively, over `self._comm`;
-    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`, `_destroy`.
+    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`,
+      `_combine_inputs`, `_destroy`.
 
     A backend with memory of its own has it in a `Workspace` and calls `_enter` with that one.
 

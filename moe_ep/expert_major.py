@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from moe_ep.checks import check_dtype, check_type
+from moe_ep.config import require_int_in_range
 from moe_ep.derivatives import differentiable_once
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.limits import INT32_MAX
 from moe_ep.params import TOKEN_DTYPES
 from moe_ep.pick_groups import entries_or, group_picks, rows_or_zeros
 from moe_ep.pick_sums import sum_of_picks
-
-_INT32_MAX = 2**31 - 1  # of ids, and of offsets of groups
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,14 @@ def _as_int32(topk_ids: Tensor) -> Tensor:
     """Dispatch gives int32; a caller that has put other ids in their place may have int64."""
     if topk_ids.dtype == torch.int32:
         return topk_ids
-    return topk_ids.clamp(-1, _INT32_MAX).int()
+    return topk_ids.clamp(-1, INT32_MAX).int()
 
 
 def _most_rows(num_picks: int, num_experts: int, alignment: int, max_rows: int | None) -> int:
     """Return how many rows there can be, paddings included; check what the user gave."""
-    for name, value in (("alignment", alignment), ("max_rows", max_rows)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__}).")
-    if not 1 <= alignment <= _INT32_MAX:
-        raise MoEEpConfigError(f"alignment must be 1..{_INT32_MAX}, got {alignment}.")
+    require_int_in_range("alignment", alignment, 1, INT32_MAX)
+    if max_rows is not None and (not isinstance(max_rows, int) or isinstance(max_rows, bool)):
+        raise TypeError(f"max_rows must be an int, got {max_rows!r} ({type(max_rows).__name__}).")
     if max_rows is not None and (max_rows < 0 or max_rows % alignment != 0):
         raise MoEEpConfigError(
             f"max_rows must be a multiple of alignment={alignment} and not negative, got "

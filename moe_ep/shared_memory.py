@@ -73,10 +73,9 @@ class SharedMemoryAlltoAll(MoEEpCommunication):
             self._enter(self._join(bootstrap, config))
         self._workspace: Tensor = self._shared.tensor
 
-    @classmethod
+    @staticmethod
     @abc.abstractmethod
     def _layout_of(
-        cls,
         params: MoEEpCommParams,
         ep_size: int,
         config: Any,

@@ -15,9 +15,8 @@ from moe_ep.errors import MoEEpConfigError
 from moe_ep.expert_major import permute_to_experts, unpermute_from_experts
 from moe_ep.experts.grouped_products import GroupedLinear, require_aligned, run_two_layers
 from moe_ep.experts.kernel import KernelConfig, SplitKernel, register_split_kernel
+from moe_ep.limits import INT32_MAX
 from moe_ep.params import MoEEpCommParams
-
-_INT32_MAX = 2**31 - 1
 
 
 def _gelu_tanh(h: Tensor) -> Tensor:
@@ -56,15 +55,15 @@ class GroupedGemmConfig(KernelConfig):
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        require_int_in_range("intermediate_size", self.intermediate_size, 1, _INT32_MAX)
-        require_int_in_range("alignment", self.alignment, 1, _INT32_MAX)
+        require_int_in_range("intermediate_size", self.intermediate_size, 1, INT32_MAX)
+        require_int_in_range("alignment", self.alignment, 1, INT32_MAX)
         if self.activation not in (*_PLAIN, *_GATED):
             known = ", ".join((*_GATED, *_PLAIN))
             raise MoEEpConfigError(f"activation must be one of {known}, got {self.activation!r}.")
         if not isinstance(self.bias, bool):
             raise TypeError(f"bias must be a bool, got {self.bias!r}.")
         if self.max_rows is not None:
-            require_int_in_range("max_rows", self.max_rows, 0, _INT32_MAX)
+            require_int_in_range("max_rows", self.max_rows, 0, INT32_MAX)
             if self.max_rows % self.alignment != 0:
                 raise MoEEpConfigError(
                     f"max_rows must be a multiple of alignment={self.alignment}, got "

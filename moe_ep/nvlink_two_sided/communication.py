@@ -54,9 +54,8 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
         self._max_sm_count = config.max_sm_count or 0
         self._send_tokens: Tensor | None = None  # of the open round
 
-    @classmethod
+    @staticmethod
     def _layout_of(
-        cls,
         params: MoEEpCommParams,
         ep_size: int,
         config: NVLinkTwoSidedConfig,

@@ -33,6 +33,7 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
 
     _kernels: ClassVar[OneSidedKernels]
     _layout: Geometry
+    _layout_of = staticmethod(geometry_of)
 
     def __init__(
         self, bootstrap: BootstrapConfig, params: MoEEpCommParams, config: OneSidedConfig
@@ -49,18 +50,6 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
-
-    @classmethod
-    def _layout_of(
-        cls,
-        params: MoEEpCommParams,
-        ep_size: int,
-        config: OneSidedConfig,
-        device: torch.device,
-        *,
-        spans_gpus: bool = True,
-    ) -> Geometry:
-        return geometry_of(params, ep_size, config, device, spans_gpus=spans_gpus)
 
     def _join(self, bootstrap: BootstrapConfig, config: OneSidedConfig) -> Workspace:
         return join_workspace(self._kernels, bootstrap, self._comm, config, self._layout)

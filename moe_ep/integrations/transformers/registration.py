@@ -19,9 +19,9 @@ from moe_ep.integrations.transformers.experts_function import (
     of_experts_alone,
 )
 from moe_ep.integrations.transformers.support import require_expert_parallel_plan
+from moe_ep.limits import INT32_MAX
 
 _OLDEST = (5, 17)
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def register(
             f"transformers must be {'.'.join(map(str, _OLDEST))} or later, got "
             f"{transformers.__version__}."
         )
-    require_int_in_range("max_tokens_per_rank", max_tokens_per_rank, 1, _INT32_MAX)
+    require_int_in_range("max_tokens_per_rank", max_tokens_per_rank, 1, INT32_MAX)
     communications = SharedCommunications(backend, max_tokens_per_rank, options)
     how = {"same_tokens_on_all_ranks": same_tokens_on_all_ranks}
     registry = has_registry()

@@ -55,7 +55,7 @@ def run_in_place(
     )
     everything = MoEEpDispatchResult(
         hidden_states=hidden_states,
-        topk_ids=topk_ids.clamp(min=-1).int(),
+        topk_ids=topk_ids,
         topk_weights=topk_weights.float(),
         tokens_per_rank=num_tokens,
         hidden_states_scale=None,
