@@ -1,17 +1,23 @@
-"""What is timed on GPUs? Rounds of a backend, in a captured graph or one by one."""
+"""What is timed on GPUs? Rounds of a backend, in a captured graph, compiled, or one by one."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from contestants import Contestant
 from places import Place, timing_events
-from rounds import Rounds
+from rounds import Rounds, poison
+from torch import Tensor
+from torch._dynamo.utils import counters
 
 from moe_ep import MoEEpDispatchResult
+
+CompiledRound: TypeAlias = "tuple[MoEEpDispatchResult, Tensor]"
+"""What was received, and the sums."""
 
 
 def rounds_per_sample(tokens: int) -> int:
@@ -167,11 +173,64 @@ class PhasedGraphRounds(GraphRounds):
             self._events[2 * index + 2].record()
 
 
+class CompiledRounds(CudaRounds):
+    """As GraphRounds, but compiled by torch.compile, which makes the CUDA graph (reduce-overhead).
+
+    A compiled round brings what it received to memory of its own, and its sums, too; combine takes
+    ordinary memory. What all rounds received is returned, so that nothing of it is left out.
+    """
+
+    mode = "compiled"
+    _compiled: Callable[[], list[CompiledRound]] | None = None
+    _last: CompiledRound | None = None
+
+    def verify(self) -> None:
+        super().verify()
+        if self._last is not None:
+            received, sums = self._last
+            poison(received)
+            sums.fill_(float("nan"))
+        if self._compiled is None:
+            self._rounds.keep_addresses()
+            once, count = self._rounds.functional_round, range(self.rounds_per_sample)
+            rounds = torch.compile(
+                lambda: [once() for _ in count], fullgraph=True, mode="reduce-overhead"
+            )
+            with torch.no_grad():
+                for _ in range(3):  # warmed up, captured, replayed
+                    rounds()
+            if counters["inductor"]["cudagraph_skips"]:
+                raise AssertionError("Inductor captured no graph of the compiled rounds")
+            self._compiled = rounds
+
+    def run(self, samples: int) -> list[tuple[float, ...]]:
+        rounds = self._compiled
+        assert rounds is not None, "verify comes first: it compiles"
+        begin, end = timing_events()
+        stamps: list[tuple[float, ...]] = []
+        with torch.no_grad():
+            for _ in range(samples):
+                self._last = None  # its memory is that of the next replay
+                self._line_up()
+                begin.record()
+                self._last = rounds()[-1]
+                end.record()
+                end.synchronize()
+                stamps.append((begin.elapsed_time(end) * 1e-3 / self.rounds_per_sample,))
+        return stamps
+
+    def verify_last_round(self) -> None:
+        assert self._last is not None, "no round was run"
+        self._rounds.verify_last(*self._last)
+        self._rounds.check()
+
+
 MODES: dict[str, type[CudaRounds]] = {
     "graph": GraphRounds,
     "steady": SteadyGraphRounds,
     "eager": EagerRounds,
     "phases": PhasedGraphRounds,
+    "compiled": CompiledRounds,
 }
 
 

@@ -55,18 +55,24 @@ class Rounds:
         return self._comm.supports_cuda_graph
 
     def dispatch(self) -> None:
-        work = self._work
-        self.received = self._comm.dispatch(
-            work.hidden_states,
-            work.topk_ids,
-            work.topk_weights,
-            hidden_states_scale=work.hidden_states_scale,
-            **self._mask,
-            **self._stats,
-        )
+        self.received = self._dispatch()
 
     def combine(self) -> None:
         self._comm.combine(self._combine_input(), output=self._output, **self._mask)
+
+    def functional_round(self) -> tuple[MoEEpDispatchResult, Tensor]:
+        """Run a round that keeps nothing: return what was received, and the sums, in new memory."""
+        received = self._dispatch()
+        return received, self._comm.combine(self._combine_input(), **self._mask)
+
+    def keep_addresses(self) -> None:
+        """Promise torch.compile that what rounds read stays where it is: they need no copy of it,
+        as of what a graph has made itself."""
+        work = self._work
+        read = [work.hidden_states, work.topk_ids, work.topk_weights, work.hidden_states_scale]
+        for tensor in (*read, self._combine_input(), *self._mask.values(), *self._stats.values()):
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
 
     def verify(self) -> None:
         """Run one round, experts included, and check it. Collective.
@@ -79,20 +85,22 @@ class Rounds:
         assert received is not None
         self._check_dispatch(received)
         self._work.evaluate_experts(into=self._combine_input())
-        _poison(received)
+        poison(received)
         self._output.fill_(float("nan"))
         self.combine()
         self._work.check_combine(self._output, fp8_combine=self.variant.fp8_combine)
         self._output.fill_(float("nan"))
 
-    def verify_last(self, received: MoEEpDispatchResult | None) -> None:
+    def verify_last(self, received: MoEEpDispatchResult | None, sums: Tensor | None = None) -> None:
         """Check every element that the last round left, before any rank starts another.
 
         received: what that round's dispatch returned.
+        sums: what its combine returned; None: what `combine` wrote last.
         """
         assert received is not None, "no round was run"
         self._check_dispatch(received)
-        self._work.check_combine(self._output, fp8_combine=self.variant.fp8_combine)
+        sums = self._output if sums is None else sums
+        self._work.check_combine(sums, fp8_combine=self.variant.fp8_combine)
 
     def check(self) -> None:
         """Raise what the device recorded."""
@@ -102,6 +110,17 @@ class Rounds:
         """Collective."""
         self.received = None
         self._comm.destroy()
+
+    def _dispatch(self) -> MoEEpDispatchResult:
+        work = self._work
+        return self._comm.dispatch(
+            work.hidden_states,
+            work.topk_ids,
+            work.topk_weights,
+            hidden_states_scale=work.hidden_states_scale,
+            **self._mask,
+            **self._stats,
+        )
 
     def _check_dispatch(self, received: MoEEpDispatchResult) -> None:
         self._work.check_dispatch(received)
@@ -121,7 +140,7 @@ class Rounds:
         return self._expert_output
 
 
-def _poison(received: MoEEpDispatchResult) -> None:
+def poison(received: MoEEpDispatchResult) -> None:
     """Overwrite what a consumer may overwrite between dispatch and combine."""
     received.hidden_states.view(torch.uint8).fill_(0xFF)
     if received.hidden_states_scale is not None:

@@ -93,6 +93,7 @@ class SymmetricMemory:
             raise MoEEpStateError(f"workspace needs memory that is mapped, got {self.state}.")
         if self._workspace is None:
             self._workspace = from_dlpack(self._open_memory("workspace").to_dlpack())
+            _keep_address(self._workspace)
         return self._workspace
 
     @property
@@ -243,3 +244,12 @@ class SymmetricMemory:
             ]
         names = [offer.channel for offer in offers]
         return self._channel.exchange(self.ep_rank, names, self._round, own, _EXCHANGE_TIMEOUT_SEC)
+
+
+def _keep_address(workspace: Tensor) -> None:
+    """Promise torch.compile that the memory stays where it is. Inductor makes CUDA graphs only of
+    ops that write to such inputs.
+
+    As torch._dynamo.mark_static_address does, whose import takes seconds.
+    """
+    workspace._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from moe_ep import MoEEpCommParams, MoEEpCommunication, MoEEpDispatchResult, create_communication
+from moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpDispatchResult,
+    create_communication,
+)
 from moe_ep.cake import kernels
 from moe_ep.one_sided.communication import OneSidedAlltoAll
 from tests.backends import ALL, one_sided_names
@@ -198,3 +204,17 @@ def test_views_of_the_workspace_cannot_be_compiled() -> None:
     assert torch.equal(model(workspace), torch.zeros(2, 2))
     with pytest.raises(Exception, match="views of the workspace are for eager code"):
         torch.compile(model, fullgraph=True)(workspace)
+
+
+def test_a_workspace_is_marked_as_one_that_stays_where_it_is() -> None:
+    """Or Inductor would make no CUDA graphs: tests.gpu.test_cudagraph_trees."""
+    params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, HIDDEN, dtype=torch.float32)
+    marked = torch.zeros(1)
+    torch._dynamo.mark_static_address(marked)
+    with create_communication(BootstrapConfig(1, 0, device="cpu"), params, "cake") as comm:
+        assert isinstance(comm, OneSidedAlltoAll)
+        assert _dynamo_attributes(comm._workspace) == _dynamo_attributes(marked)
+
+
+def _dynamo_attributes(tensor: Tensor) -> dict[str, object]:
+    return {name: value for name, value in vars(tensor).items() if name.startswith("_dynamo")}
