@@ -43,7 +43,8 @@ def is_wanted(communication: MoEEpCommunication) -> bool:
     if not torch.compiler.is_compiling():
         return False
     needs_gradients = torch.is_grad_enabled() and communication._has_gradients
-    exports = torch.compiler.is_exporting()
+    # Not is_exporting(), which the Dynamo of torch 2.11 takes for true in every graph.
+    exports = torch.compiler._is_exporting_flag
     return needs_gradients or exports or not communication._has_graph_ops
 
 
