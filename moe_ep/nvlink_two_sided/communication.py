@@ -142,6 +142,7 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
         with self._on_stream():
             rows = dense_rows(expert_output)
             where = (self._workspace, rows, self._send_tokens, self._geometry, self.ep_rank)
+            self._send_tokens = None  # a CUDA graph of Inductor's may leave no tensor behind
             if output is None:
                 combined: Tensor = torch.ops.moe_ep.two_sided_combine(
                     *where, num_tokens, self._timeout_sec, self._max_sm_count
