@@ -85,10 +85,9 @@ def enter(device_type: str) -> torch.device:
 
 def group_backends(device_type: str) -> str:
     """Return the torch.distributed backends of the ranks' group. In a rank."""
-    if device_type == "cpu":
+    if device_type == "cpu" or _share_gpus(int(os.environ["LOCAL_WORLD_SIZE"])):
         return "gloo"
-    shared = _share_gpus(int(os.environ["LOCAL_WORLD_SIZE"]))
-    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:nccl"
 
 
 def describe(device: torch.device) -> str:
