@@ -96,6 +96,19 @@ def test_every_dispatch_format_travels_with_its_scales(
 
 
 @every_backend
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_scales_of_the_commonest_small_step_arrive_unchanged(
+    ranks: RunOnRanks, backend: Backend, device: str, with_weights: bool
+) -> None:
+    params = MoEEpCommParams(16, 8, 5, 2048, dispatch_format=QuantFormat.DeepSeekFp8)
+    rounds = [
+        random_round(params, n, seed, id_dtype=torch.int32, with_weights=with_weights)
+        for seed, n in enumerate([(5, 2), (0, 4)])
+    ]
+    play_and_check(ranks, backend, device, params, rounds)
+
+
+@every_backend
 @pytest.mark.parametrize(
     "dispatch_format",
     [QuantFormat.FP8PerTensor, QuantFormat.MXFP8, QuantFormat.NVFP4, QuantFormat.MXFP4],
