@@ -15,8 +15,7 @@ constexpr uint32_t kMaxStageBytes = 227 * 1024 - 2048;
 // More than half of what a multiprocessor has: one CTA each, also when the grid is launched early
 // beside another one.
 constexpr uint32_t kMinSharedBytes = 118 * 1024;
-constexpr uint32_t kStagesPerCta = kBulkWarps * kBulkStages;
-static_assert(kStagesPerCta * kMaxTopK * kVectorBytes <= kMaxStageBytes,
+static_assert(kBulkWarps * kBulkStages * kMaxTopK * kVectorBytes <= kMaxStageBytes,
               "a vector of each of a token's rows must fit");
 
 struct PieceShape {
@@ -26,8 +25,9 @@ struct PieceShape {
 
 PieceShape piece_shape(const CombineKernelParams& p) {
   const auto destinations = static_cast<uint32_t>(p.workspace.max_destinations);
+  const uint32_t kStagesPerCta = (p.sums_as_fp8 ? kWarpsOf<true> : kBulkWarps) * kBulkStages;
   const uint64_t most = std::min<uint32_t>(
-      kMaxBulkVectors, kMaxStageBytes / (kStagesPerCta * destinations * kVectorBytes));
+      p.sums_as_fp8 ? kVectorsOf<true> : kMaxBulkVectors, kMaxStageBytes / (kStagesPerCta * destinations * kVectorBytes));
   const uint64_t vectors_in_row = vectors_per_row(p);
   const uint64_t vectors = divide_up(vectors_in_row, divide_up(vectors_in_row, most));  // even
   return {static_cast<uint32_t>(vectors) * kVectorBytes,
@@ -42,20 +42,21 @@ BulkPlan bulk_plan(const CombineKernelParams& p, PieceShape shape) {
           .padding = static_cast<uint32_t>(p.pitch - static_cast<uint64_t>(p.row_bytes))};
 }
 
-template <bool kStaged>
+template <bool kStaged, bool kAsFp8>
 cudaError_t launch_bulk(const BulkCombine& params, int ctas, const CudaContext& context) {
   const CombineKernelParams& p = params.combine;
   const auto destinations = static_cast<uint32_t>(p.workspace.max_destinations);
+  constexpr uint32_t kStagesPerCta = kWarpsOf<kAsFp8> * kBulkStages;
   const uint32_t shared =
       std::max(kMinSharedBytes, kStagesPerCta * destinations * params.plan.piece_bytes);
-  const LaunchShape shape{ctas, kBulkThreads, static_cast<int>(shared)};
+  const LaunchShape shape{ctas, kThreadsOf<kAsFp8>, static_cast<int>(shared)};
   switch (p.row_type) {
     case RowType::kFloat32:
-      return launch(combine_bulk_kernel<RowType::kFloat32, kStaged>, shape, context, params);
+      return launch(combine_bulk_kernel<RowType::kFloat32, kStaged, kAsFp8>, shape, context, params);
     case RowType::kFloat16:
-      return launch(combine_bulk_kernel<RowType::kFloat16, kStaged>, shape, context, params);
+      return launch(combine_bulk_kernel<RowType::kFloat16, kStaged, kAsFp8>, shape, context, params);
     case RowType::kBFloat16:
-      return launch(combine_bulk_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
+      return launch(combine_bulk_kernel<RowType::kBFloat16, kStaged, kAsFp8>, shape, context, params);
   }
   return cudaErrorInvalidValue;
 }
@@ -74,10 +75,15 @@ cudaError_t launch_combine_bulk(const CombineKernelParams& p, const CudaContext&
   // Few items are spread over all multiprocessors, a warp of each.
   const int ctas = ctas_for(std::max(most_items, stage.max_items(p)), 1, multiprocessors);
   const ItemPlan items(p, shape.parts, FastDivider(static_cast<int32_t>(shape.parts)));
-  const Share share(items.total, static_cast<uint32_t>(ctas), kBulkWarps, kBulkStages);
+  const Share share(items.total, static_cast<uint32_t>(ctas),
+                    p.sums_as_fp8 ? kWarpsOf<true> : kBulkWarps, kBulkStages);
   const BulkCombine params{p, stage, bulk_plan(p, shape), items, share, RowBlocks(p)};
-  return p.expert_output == nullptr ? launch_bulk<false>(params, ctas, context)
-                                    : launch_bulk<true>(params, ctas, context);
+  if (p.sums_as_fp8) {
+    return p.expert_output == nullptr ? launch_bulk<false, true>(params, ctas, context)
+                                      : launch_bulk<true, true>(params, ctas, context);
+  }
+  return p.expert_output == nullptr ? launch_bulk<false, false>(params, ctas, context)
+                                    : launch_bulk<true, false>(params, ctas, context);
 }
 
 }  // namespace moe_ep::cake

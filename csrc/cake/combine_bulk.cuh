@@ -25,6 +25,16 @@ inline constexpr int kBulkWarps = 7;  // that sum; one more speaks with the peer
 inline constexpr int kBulkThreads = (kBulkWarps + 1) * kWarpSize;
 inline constexpr int kBulkStages = 2;
 inline constexpr int kMaxBulkVectors = 7;
+#ifndef FP8_WARPS
+#define FP8_WARPS 7
+#define FP8_VECTORS 7
+#endif
+template <bool kAsFp8>
+inline constexpr int kWarpsOf = kAsFp8 ? FP8_WARPS : kBulkWarps;
+template <bool kAsFp8>
+inline constexpr int kVectorsOf = kAsFp8 ? FP8_VECTORS : kMaxBulkVectors;
+template <bool kAsFp8>
+inline constexpr int kThreadsOf = (kWarpsOf<kAsFp8> + 1) * kWarpSize;
 
 struct BulkPlan {
   uint32_t piece_bytes;  // and from one row of a stage to the next
@@ -145,7 +155,7 @@ __device__ void fill_row(uint8_t* row, uint32_t bytes, bool valid) {
 
 // Sums a piece of kFewest to kMost vectors. refill: loads the stage again, as soon as it has been
 // read. Code of its own for each number of vectors, found by halves.
-template <RowType kType, int kFewest, int kMost, typename Refill>
+template <RowType kType, bool kAsFp8, int kFewest, int kMost, typename Refill>
 __device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_t* stage,
                           const Refill& refill) {
   const uint32_t bytes = c.plan.bytes_of(piece.part);
@@ -153,10 +163,11 @@ __device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_
     uint8_t* const out = c.combine.output +
                          piece.token * static_cast<uint64_t>(c.combine.row_bytes) +
                          uint64_t{piece.part} * c.plan.piece_bytes;
-    const VectorSums<kType, kMost> sums(stage, piece.rows, c.plan.piece_bytes);
+    const uint32_t padding = piece.part == c.plan.last_part ? c.plan.padding : 0;
+    const VectorSums<kType, kMost, kAsFp8> sums(stage, piece.rows, c.plan.piece_bytes,
+                                                bytes - padding);
     if (!c.combine.output_is_aligned) {
       // Through the stage: each lane has read what it overwrites there.
-      const uint32_t padding = piece.part == c.plan.last_part ? c.plan.padding : 0;
       sums.store_unaligned(out, bytes - padding, stage);
     }
     refill();
@@ -164,9 +175,9 @@ __device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_
   } else {
     constexpr int kMiddle = (kFewest + kMost) / 2;
     if (bytes <= kMiddle * kVectorBytes) {
-      sum_piece<kType, kFewest, kMiddle>(c, piece, stage, refill);
+      sum_piece<kType, kAsFp8, kFewest, kMiddle>(c, piece, stage, refill);
     } else {
-      sum_piece<kType, kMiddle + 1, kMost>(c, piece, stage, refill);
+      sum_piece<kType, kAsFp8, kMiddle + 1, kMost>(c, piece, stage, refill);
     }
   }
 }
@@ -186,12 +197,12 @@ __device__ void fill_with_nan(const CombineKernelParams& p) {
 
 // An item passes through: number taken -> slots loading -> rows loading -> summed. The warp that
 // speaks with the peers takes none, so that it waits for nothing but flags.
-template <RowType kType, bool kStaged>
-__global__ void __launch_bounds__(kBulkThreads, 1)
+template <RowType kType, bool kStaged, bool kAsFp8>
+__global__ void __launch_bounds__(kThreadsOf<kAsFp8>, 1)
     combine_bulk_kernel(const __grid_constant__ BulkCombine c) {
   if constexpr (kHasBulkCopies) {
     extern __shared__ __align__(128) uint8_t bulk_stages[];
-    __shared__ BulkBarrier arrived[kBulkWarps + 1][kBulkStages];
+    __shared__ BulkBarrier arrived[kWarpsOf<kAsFp8> + 1][kBulkStages];
     const CombineKernelParams& p = c.combine;
     const auto warp = threadIdx.x / kWarpSize;
     PieceRing ring(c, bulk_stages + warp * PieceRing::bytes(c), arrived[warp]);
@@ -232,7 +243,7 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
         fill_row<kType>(ring.stage(), c.plan.piece_bytes, valid);
         piece.rows = 1;
       }
-      sum_piece<kType, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
+      sum_piece<kType, kAsFp8, 1, kVectorsOf<kAsFp8>>(c, piece, ring.stage(), refill);
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <iterator>
 #include <limits>
 
@@ -43,13 +44,18 @@ constexpr uint64_t kPartAlignment = kRegionAlignment;
 
 constexpr uint64_t quotient_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
+uint32_t knob(const char* name, uint32_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : static_cast<uint32_t>(std::atoi(text));
+}
+
 uint64_t parts_of(uint64_t record_bytes, int32_t tokens_per_rank, int ctas) {
   const auto* const entry = std::find_if(
       std::begin(kPartsTable), std::end(kPartsTable),
       [&](const PartsOfTokens& e) { return tokens_per_rank / ctas <= e.tokens_per_cta; });
   const uint64_t most = std::max<uint64_t>(record_bytes / kMinPartBytes, 1);
   const uint64_t least = std::max<uint64_t>(quotient_up(record_bytes, kMaxPartBytes), 1);
-  return std::max(std::min<uint64_t>(entry->parts, most), least);
+  return std::max(std::min<uint64_t>(knob("MOE_EP_PARTS", entry->parts), most), least);
 }
 
 uint64_t record_bytes(const DispatchKernelParams& p) {
@@ -81,9 +87,12 @@ PipelineShape pipeline_shape(const DispatchKernelParams& p, int multiprocessors,
   const auto fitting = static_cast<int32_t>(static_cast<uint64_t>(shared_bytes) /
                                             (shape.part_bytes + sizeof(BulkBarrier)));
   shape.warps =
-      std::min(fitting / kMinStages, shape.part_bytes < kFewWarpsPartBytes ? kMaxWarps : kWarps);
+      std::min(fitting / kMinStages,
+               shape.part_bytes < kFewWarpsPartBytes
+                   ? kMaxWarps
+                   : static_cast<int32_t>(knob("MOE_EP_WARPS", kWarps)));
   const auto wanted = static_cast<int32_t>(
-      quotient_up(kBytesInFlight, static_cast<uint64_t>(shape.warps) * shape.part_bytes));
+      quotient_up(knob("MOE_EP_KIB", kBytesInFlight / 1024) * 1024, static_cast<uint64_t>(shape.warps) * shape.part_bytes));
   shape.stages = std::min(std::clamp(wanted, kMinStages, kMaxStages), fitting / shape.warps);
   return shape;
 }

@@ -11,7 +11,7 @@ namespace {
 // One batch of loads of a warp, so that few rows are staged by many warps.
 constexpr uint32_t kStageItemShift = 8;  // 256 chunks
 
-template <bool kStaged>
+template <bool kStaged, bool kAsFp8>
 cudaError_t launch_direct(const DirectCombine& params, const CudaContext& context) {
   const CombineKernelParams& p = params.combine;
   int multiprocessors = 0;
@@ -23,11 +23,11 @@ cudaError_t launch_direct(const DirectCombine& params, const CudaContext& contex
   const LaunchShape shape{ctas, kDirectThreads, 0};
   switch (p.row_type) {
     case RowType::kFloat32:
-      return launch(combine_direct_kernel<RowType::kFloat32, kStaged>, shape, context, params);
+      return launch(combine_direct_kernel<RowType::kFloat32, kStaged, kAsFp8>, shape, context, params);
     case RowType::kFloat16:
-      return launch(combine_direct_kernel<RowType::kFloat16, kStaged>, shape, context, params);
+      return launch(combine_direct_kernel<RowType::kFloat16, kStaged, kAsFp8>, shape, context, params);
     case RowType::kBFloat16:
-      return launch(combine_direct_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
+      return launch(combine_direct_kernel<RowType::kBFloat16, kStaged, kAsFp8>, shape, context, params);
   }
   return cudaErrorInvalidValue;
 }
@@ -41,8 +41,12 @@ cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContex
   }
   const DirectCombine params{p, StagePlan::of(p, kStageItemShift), pieces_per_row,
                              FastDivider(std::max(static_cast<int32_t>(pieces_per_row), 1))};
-  return p.expert_output == nullptr ? launch_direct<false>(params, context)
-                                    : launch_direct<true>(params, context);
+  if (p.sums_as_fp8) {
+    return p.expert_output == nullptr ? launch_direct<false, true>(params, context)
+                                      : launch_direct<true, true>(params, context);
+  }
+  return p.expert_output == nullptr ? launch_direct<false, false>(params, context)
+                                    : launch_direct<true, false>(params, context);
 }
 
 }  // namespace moe_ep::one_sided

@@ -8,6 +8,7 @@
 #include "one_sided/combine_plan.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/combine_enter.cuh"
+#include "one_sided/device/fp8_sum.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/row_sum.cuh"
@@ -54,19 +55,23 @@ struct DirectPiece {
   }
 };
 
-template <RowType kType>
+template <RowType kType, bool kAsFp8>
 __device__ void sum_piece(const CombineKernelParams& p, const DirectPiece& piece, bool valid,
                           uint4* scratch) {
   float sum[Chunk<kType>::kElements];
   start(sum, valid);
-  if (valid) add_rows<kType>(sum, piece.rows, piece.offset);
+  if constexpr (kAsFp8) {
+    if (valid) add_rows_as_fp8<kType>(sum, piece.rows, piece.offset, piece.bytes - lane_id() * 16);
+  } else {
+    if (valid) add_rows<kType>(sum, piece.rows, piece.offset);
+  }
   store_rounded<kType>(piece.out, piece.bytes, p.output_is_aligned, Chunk<kType>::round(sum),
                        scratch);
 }
 
 // kStaged: the rows are not in place but in a tensor of the user's, and are copied first. A kernel
 // of its own, so that the other one is short: 1 us is some 370 instructions of a warp.
-template <RowType kType, bool kStaged>
+template <RowType kType, bool kStaged, bool kAsFp8>
 __global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
     combine_direct_kernel(const __grid_constant__ DirectCombine c) {
   __shared__ uint4 scratch[kDirectThreads];
@@ -94,7 +99,7 @@ __global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
   const bool valid = agree_on_rows(ready);
 
   while (piece < total) {
-    sum_piece<kType>(p, work, valid, scratch + warp * kWarpSize);
+    sum_piece<kType, kAsFp8>(p, work, valid, scratch + warp * kWarpSize);
     piece += warps;
     work.find(c, piece, next_slot);
     next_slot = slot_of(piece + warps);

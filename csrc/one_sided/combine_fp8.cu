@@ -1,6 +1,7 @@
 #include "one_sided/combine_fp8.cuh"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "one_sided/combine_kernels.h"
 #include "one_sided/cuda_launch.h"
@@ -20,6 +21,11 @@ static_assert((1 << kFewPieceShift) % kFewPiecesPerItem == 0 &&
               (1 << kPieceShift) % kPiecesPerItem == 0);
 // Elements of a part are counted in 32 bits.
 constexpr int64_t kMaxFp8Elements = int64_t{1} << 30;
+
+uint32_t knob(const char* name, uint32_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : static_cast<uint32_t>(std::atoi(text));
+}
 
 uint32_t pieces_per_row(const CombineKernelParams& p) {
   return static_cast<uint32_t>(
@@ -49,24 +55,27 @@ cudaError_t launch_combine_fp8(const CombineKernelParams& p, const CudaContext& 
   if (error != cudaSuccess) return error;
   const bool is_small = p.tokens_per_rank <= kMaxDirectTokens;
   const Fp8Row row = Fp8Row::of(p.hidden_size);
-  const RowParts parts = RowParts::of(row, is_small ? kFewPieceShift : kPieceShift);
-  const uint32_t per_item = is_small ? kFewPiecesPerItem : kPiecesPerItem;
+  const RowParts parts = RowParts::of(row, is_small ? knob("MOE_EP_FEW_SHIFT", kFewPieceShift) : knob("MOE_EP_SHIFT", kPieceShift));
+  const uint32_t per_item = is_small ? knob("MOE_EP_FEW_ITEM", kFewPiecesPerItem) : knob("MOE_EP_ITEM", kPiecesPerItem);
   const uint64_t items = tokens_per_rank(p) * SumPlan::items_per_row(pieces_per_row(p), per_item);
   const uint64_t most_parts =
       tokens_per_rank(p) * static_cast<uint64_t>(p.workspace.ep_size) * parts.count;
   if (std::max(items, most_parts) > kMaxItems) return cudaErrorInvalidValue;
   // Few are spread over all multiprocessors, a warp of each.
   const int ctas = ctas_for(std::max(items, most_parts), 1, multiprocessors);
+  const uint32_t early = knob("MOE_EP_EARLY", kFp8EarlyWarps);
+  const uint32_t pushers = knob("MOE_EP_PUSHERS", kFp8SumWarps - early);
   const Fp8Combine params{
       .combine = p,
       .row = row,
       .parts = parts,
       .by_ranks = FastDivider(p.workspace.ep_size),
       .pushers =
-          Share(static_cast<uint32_t>(most_parts), static_cast<uint32_t>(ctas), kFp8PushWarps, 1),
-      .sums = SumPlan(p, pieces_per_row(p), per_item, ctas, kFp8EarlyWarps),
+          Share(static_cast<uint32_t>(most_parts), static_cast<uint32_t>(ctas), pushers, 1),
+      .sums = SumPlan(p, pieces_per_row(p), per_item, ctas, early),
       .arrived = RowBlocks::pushed(p),
       .reads_come_first = reads_come_first(p),
+      .early = early,
   };
   const LaunchShape shape{ctas, kFp8Threads, 0};
   return p.output_is_quantized ? launch_fp8<true>(params, shape, context)

@@ -167,13 +167,13 @@ __global__ void __launch_bounds__(kFp8Threads, 1)
     item = feed.at(taken);
     if (c.sums.share.more && taken < total) feed.look_ahead();
   };
-  if (warp < kFp8EarlyWarps) {
+  if (warp < c.early) {
     if (warp < c.sums.share.warps) take();
     if constexpr (kQuantized) {
       clear_padding_scales<kFp8EarlyWarps>(p.quantized, scales_per_sum(p));
     }
   } else {
-    if (warp - kFp8EarlyWarps < c.pushers.warps) push_rows<kType>(c, round);
+    if (warp - c.early < c.pushers.warps) push_rows<kType>(c, round);
     if (c.sums.share.more) take();
   }
   bool valid = verdict.await();

@@ -60,7 +60,7 @@ __device__ void sum_share(const PushCombine& c, uint32_t epoch, bool valid, Push
     PushedSum<kType> sum(valid);
 #pragma unroll 1
     for (int32_t first = 0; valid && first < rows.count; first += kRowsAtOnce) {
-      ThreadPackets packets[kRowsAtOnce];
+      PushPackets packets[kRowsAtOnce];
       if (!rows.arrive(c, places.packet, epoch, first, packets)) {
         sum = PushedSum<kType>(false);
         valid = !__any_sync(kAllLanes, has_failed(c.combine.workspace));
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
   // State, count and the first piece of a row fly together: nothing here looks at what it loads.
   const CombineRound round(p, state);
   int32_t count = 0;
-  ThreadWords words;
+  PushWords words;
   SendSlot slot{-1, 0};
   if (pushes) {
     count = *job.count;

@@ -63,7 +63,7 @@ uint32_t signature_of(const DispatchParams& p) {
 // pulled: so ranks of which only some push a small step must see that they disagree.
 uint32_t signature_of(const CombineParams& p) {
   const bool pushes = p.quantized == nullptr && !p.low_precision &&
-                      is_pushed(p.workspace.geometry, p.tokens_per_rank);
+                      is_pushed_now(p.workspace.geometry, p.tokens_per_rank);
   uint32_t hash = mixed(2, static_cast<uint64_t>(p.row_type));
   hash = mixed(hash, static_cast<uint64_t>(p.hidden_size));
   hash = mixed(hash, p.low_precision);

@@ -90,6 +90,7 @@ struct CombineKernelParams {
   QuantizedRows quantized;  // where the sums go in a block-scaled format instead
   bool output_is_quantized;
   bool output_is_aligned;
+  bool sums_as_fp8;  // rows are in their own type, and summed as if they had travelled as FP8
 };
 
 }  // namespace moe_ep::one_sided

@@ -27,7 +27,7 @@ cudaError_t launch_combine_step(const CombineParams& p, const CudaContext& conte
   const Geometry& g = p.workspace.geometry;
   if (p.low_precision) return launch_combine_fp8(params, context);
   if (p.quantized != nullptr) return launch_combine_quantized(params, context);
-  if (is_pushed(g, p.tokens_per_rank)) return launch_combine_push(params, context);
+  if (is_pushed_now(g, p.tokens_per_rank)) return launch_combine_push(params, context);
   if (is_summed_directly(g, p.tokens_per_rank)) return launch_combine_direct(params, context);
   return launch_many(params, context);
 }

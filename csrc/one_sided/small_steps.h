@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 
 #include "core/geometry.h"
 #include "core/limits.h"
@@ -64,6 +65,13 @@ inline constexpr int64_t kMaxDirectRows = 512;
 constexpr bool is_summed_directly(const Geometry& g, int32_t tokens_per_rank) {
   return tokens_per_rank <= kMaxDirectTokens &&
          int64_t{tokens_per_rank} * g.max_destinations() <= kMaxDirectRows;
+}
+
+// For measurements: MOE_EP_PUSH_TOKENS=n pushes up to so many tokens, wherever the ranks are.
+inline bool is_pushed_now(const Geometry& g, int32_t tokens_per_rank) {
+  static const char* const text = std::getenv("MOE_EP_PUSH_TOKENS");
+  if (text == nullptr) return is_pushed(g, tokens_per_rank);
+  return tokens_per_rank <= std::min(static_cast<int32_t>(std::atoi(text)), g.push_slots());
 }
 
 namespace small_step_checks {

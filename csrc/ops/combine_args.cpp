@@ -11,22 +11,22 @@
 namespace moe_ep::ops {
 namespace {
 
-void check_not_in_place(const CombineInputs& in) {
-  check(!in.low_precision,
+void check_not_in_place(const CombineInputs& in, const Geometry& g) {
+  check(!in.low_precision || g.spans_gpus == 0,
         "expert_output must be a tensor of your own in a low-precision combine, and not the "
         "combine input buffer: rows are quantised on their way there");
 }
 
 void set_expert_output(one_sided::CombineParams& p, const CombineInputs& in) {
   if (!in.expert_output.has_value()) {
-    check_not_in_place(in);
+    check_not_in_place(in, p.workspace.geometry);
     return;
   }
   const int64_t num_rows = p.workspace.geometry.ep_size * in.tokens_per_rank;
   const RowsIn rows =
       expert_output_from(*in.expert_output, in.workspace, in.dtype, num_rows, in.hidden_size);
   if (is_combine_input(*in.expert_output, p.workspace)) {
-    check_not_in_place(in);
+    check_not_in_place(in, p.workspace.geometry);
     return;
   }
   p.expert_output = rows.data;

@@ -4,6 +4,8 @@ ops a round.
 
 from __future__ import annotations
 
+import os
+
 from typing import ClassVar
 
 import torch
@@ -201,7 +203,12 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
             self._ops.check(self._workspace, self._geometry, self.ep_rank)
 
     def _combine_input_buffer(self) -> Tensor | None:
-        if self._low_precision:
+        if self._low_precision and (
+            self.device.type == "cpu"
+            or self._layout.spans_gpus
+            or self.backend_name != "cake"
+            or "MOE_EP_PUSH" in os.environ
+        ):
             return None  # rows are quantised on their way into the workspace
         return self._combine_rows(self.ep_rank, self._tokens_per_rank)
 

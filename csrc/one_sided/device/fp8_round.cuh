@@ -56,6 +56,7 @@ struct Fp8Combine {
   // The outputs may lie where this rank's sums go, or the next rows of a source: a flag and a sum
   // must then follow all reads.
   bool reads_come_first;
+  uint32_t early;  // warps of a CTA that sum from the start
 };
 
 // Rows from each source, as dispatch has counted them.

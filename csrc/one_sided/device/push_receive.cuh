@@ -18,7 +18,7 @@
 namespace moe_ep::one_sided {
 
 // Of a token, with all their packets in flight: as many as fit into registers.
-inline constexpr int kRowsAtOnce = 4;
+inline constexpr int kRowsAtOnce = 8;
 
 // A piece of a token's sum.
 struct PushedPiece {
@@ -64,7 +64,7 @@ class PushedRows {
   // the flags of all owners. False: an owner was called with something else, or the wait has
   // expired; the host is told. All looks of a round of the loop fly together.
   __device__ bool arrive(const PushCombine& c, uint32_t packet, uint32_t epoch, int32_t first,
-                         ThreadPackets (&rows)[kRowsAtOnce]) {
+                         PushPackets (&rows)[kRowsAtOnce]) {
     const DeviceSegment own = own_segment(p_.workspace);
     const uint8_t* const packets = own.combine_packets(0, 0);
     // Counted in packets, so that a row takes one register and not two.
@@ -129,15 +129,18 @@ class PushedRows {
 // The sum of a thread's chunks.
 template <RowType kType>
 struct PushedSum {
-  float sum[kChunksPerThread][Chunk<kType>::kElements];
+  float sum[kPushUnits][Chunk<kType>::kElements];
 
   __device__ explicit PushedSum(bool valid) {
 #pragma unroll
-    for (int k = 0; k < kChunksPerThread; ++k) start(sum[k], valid);
+    for (int k = 0; k < kPushUnits; ++k) start(sum[k], valid);
   }
-  __device__ void add(const ThreadWords& words) {
+  __device__ void add(const PushWords& words) {
 #pragma unroll
-    for (int k = 0; k < kChunksPerThread; ++k) Chunk<kType>::add(sum[k], words.chunk(k));
+    for (int k = 0; k < kPushUnits; ++k) {
+      const uint2 unit = words.unit(k);
+      Chunk<kType>::add(sum[k], make_uint4(unit.x, unit.y, 0, 0));  // half of it is used
+    }
   }
   // scratch: 512 bytes of the warp's, not looked at if the output is aligned.
   __device__ void store(const PushCombine& c, const PushedPiece& piece, uint4* scratch) const {
@@ -145,15 +148,21 @@ struct PushedSum {
     uint8_t* const out = p.output + piece.token * p.row_bytes;
     const int32_t threads = min(c.shape.threads - piece.first_thread, kWarpSize);
 #pragma unroll
-    for (int k = 0; k < kChunksPerThread; ++k) {
-      const int64_t begin = int64_t{16} * c.shape.chunk(piece.first_thread, k);
+    for (int k = 0; k < kPushUnits; ++k) {
+      const int64_t begin = kPushUnitBytes * c.shape.chunk(piece.first_thread, k);
       const auto bytes =
-          static_cast<int32_t>(min(p.row_bytes - begin, static_cast<int64_t>(threads) * 16));
+          static_cast<int32_t>(min(p.row_bytes - begin, threads * kPushUnitBytes));
       const uint4 chunk = Chunk<kType>::round(sum[k]);
       if (p.output_is_aligned) {
-        store_aligned_vector(out + begin, bytes, chunk);
+        if (lane_id() * kPushUnitBytes < bytes) {
+          *reinterpret_cast<uint2*>(out + begin + lane_id() * kPushUnitBytes) =
+              make_uint2(chunk.x, chunk.y);
+        }
       } else {
-        store_unaligned_vector<kType>(out + begin, bytes, chunk, scratch);
+        reinterpret_cast<uint2*>(scratch)[lane_id()] = make_uint2(chunk.x, chunk.y);
+        __syncwarp();
+        store_elements<kType>(out + begin, scratch, bytes);
+        __syncwarp();
       }
     }
   }

@@ -19,7 +19,7 @@ namespace moe_ep::one_sided {
 struct PushJob {
   int32_t row;           // of the source's block
   const int32_t* count;  // of rows in that block
-  const uint8_t* chunks[kChunksPerThread];
+  const uint8_t* chunks[kPushUnits];
   const uint8_t* row_end;
   uint8_t* packets;  // this thread's first, at the source
 
@@ -39,25 +39,27 @@ struct PushJob {
     const uint8_t* const row =
         c.rows + (static_cast<int64_t>(source) * p.tokens_per_rank + job.row) * c.stride;
 #pragma unroll
-    for (int k = 0; k < kChunksPerThread; ++k) {  // what is behind the end is looked at by nobody
-      const int32_t chunk = min(c.shape.chunk(q, k), c.chunks - 1);
-      job.chunks[k] = row + static_cast<uint32_t>(chunk) * static_cast<uint32_t>(kRowAlignment);
+    for (int k = 0; k < kPushUnits; ++k) {  // what is behind the end is looked at by nobody
+      const int32_t chunk = min(c.shape.chunk(q, k), c.units - 1);
+      job.chunks[k] = row + static_cast<uint32_t>(chunk) * static_cast<uint32_t>(kPushUnitBytes);
     }
     job.row_end = row + p.row_bytes;
     job.packets = DeviceSegment(p.workspace, source).combine_packets(p.workspace.ep_rank, job.row) +
                   c.shape.packet_offset(q, 0);
     return job;
   }
-  __device__ ThreadWords load(const PushCombine& c) const {
-    ThreadWords words;
+  __device__ PushWords load(const PushCombine& c) const {
+    PushWords words;
     if (c.rows_are_whole) {
 #pragma unroll
-      for (int k = 0; k < kChunksPerThread; ++k) words.set_chunk(k, load_chunk(chunks[k]));
+      for (int k = 0; k < kPushUnits; ++k) words.set_unit(k, load_unit(chunks[k]));
     } else {
 #pragma unroll
-      for (int k = 0; k < kChunksPerThread; ++k) {
-        const auto bytes = static_cast<int32_t>(min(row_end - chunks[k], int64_t{16}));
-        words.set_chunk(k, load_unaligned(chunks[k], bytes));
+      for (int k = 0; k < kPushUnits; ++k) {
+        const auto bytes = static_cast<int32_t>(min(row_end - chunks[k], kPushUnitBytes));
+        uint4 unit = make_uint4(0, 0, 0, 0);
+        if (bytes > 0) unit = load_unaligned(chunks[k], bytes);
+        words.set_unit(k, make_uint2(unit.x, unit.y));
       }
     }
     return words;
@@ -68,12 +70,12 @@ struct PushJob {
 // it, if there is any, and loaded whether it has a token or not. Returns where the warp's share of
 // the receives begins. valid: whether anything is to be sent.
 __device__ inline int32_t push_share(const PushCombine& c, const CombineRound& round, bool valid,
-                                     PushJob job, int32_t count, ThreadWords words, int32_t task,
+                                     PushJob job, int32_t count, PushWords words, int32_t task,
                                      int32_t step) {
   const int32_t sends = c.sends();
 #pragma unroll 1
   while (task < sends) {
-    if (valid && job.row < count) store_packets(job.packets, c.shape, words, round.epoch());
+    if (valid && job.row < count) store_push_packets(job.packets, c.shape, words, round.epoch());
     task += step;
     if (task >= sends) break;
     job = PushJob::of(c, task);
