@@ -58,8 +58,10 @@ cudaError_t launch_combine_fp8(const CombineKernelParams& p, const CudaContext& 
   const RowParts parts = RowParts::of(row, is_small ? knob("MOE_EP_FEW_SHIFT", kFewPieceShift) : knob("MOE_EP_SHIFT", kPieceShift));
   const uint32_t per_item = is_small ? knob("MOE_EP_FEW_ITEM", kFewPiecesPerItem) : knob("MOE_EP_ITEM", kPiecesPerItem);
   const uint64_t items = tokens_per_rank(p) * SumPlan::items_per_row(pieces_per_row(p), per_item);
-  const uint64_t most_parts =
-      tokens_per_rank(p) * static_cast<uint64_t>(p.workspace.ep_size) * parts.count;
+  const bool sums_own_rows = std::getenv("MOE_EP_PUSH_OWN") == nullptr && !reads_come_first(p) &&
+                             p.row_type != RowType::kFloat32 && p.expert_output_is_aligned;
+  const auto sources = static_cast<uint32_t>(p.workspace.ep_size - (sums_own_rows ? 1 : 0));
+  const uint64_t most_parts = tokens_per_rank(p) * uint64_t{sources} * parts.count;
   if (std::max(items, most_parts) > kMaxItems) return cudaErrorInvalidValue;
   // Few are spread over all multiprocessors, a warp of each.
   const int ctas = ctas_for(std::max(items, most_parts), 1, multiprocessors);
@@ -69,7 +71,9 @@ cudaError_t launch_combine_fp8(const CombineKernelParams& p, const CudaContext& 
       .combine = p,
       .row = row,
       .parts = parts,
-      .by_ranks = FastDivider(p.workspace.ep_size),
+      .sources = sources,
+      .sums_own_rows = sums_own_rows,
+      .by_sources = FastDivider(std::max(static_cast<int32_t>(sources), 1)),
       .pushers =
           Share(static_cast<uint32_t>(most_parts), static_cast<uint32_t>(ctas), pushers, 1),
       .sums = SumPlan(p, pieces_per_row(p), per_item, ctas, early),

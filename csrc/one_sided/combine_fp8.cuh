@@ -114,6 +114,12 @@ __device__ bool sum_fp8_item(const Fp8Combine& c, uint32_t epoch, const Item& it
   const uint32_t first = item.part * c.sums.pieces_per_item;
   const uint32_t end = min(first + c.sums.pieces_per_item, c.sums.pieces_per_row);
   const TokenRows rows = locate_rows(c.arrived, item.slot);
+  const OwnRow own(c, item.slot, rows.count);
+  const bool has_own = kType != RowType::kFloat32 && own.position < rows.count;
+  uint4 own_chunk[kFp8Vectors];
+  if constexpr (kType != RowType::kFloat32) {
+    if (has_own) own.load<kType>(p, first, own_chunk);
+  }
   // An item lies in one part of its rows.
   valid = valid && await_part(c, epoch, item.slot, rows.count, first >> c.parts.piece_shift);
   have_arrived();
@@ -122,7 +128,17 @@ __device__ bool sum_fp8_item(const Fp8Combine& c, uint32_t epoch, const Item& it
     Fp8Sums sum;
 #pragma unroll
     for (int v = 0; v < kFp8Vectors; ++v) start(sum[v], valid);
-    if (valid) add_fp8_rows(sum, rows, Fp8Place(c.row, piece));
+    if (valid) {
+      const Fp8Place place(c.row, piece);
+      add_fp8_rows(sum, rows, 0, own.position, place);
+      if constexpr (kType != RowType::kFloat32) {
+        if (has_own) {
+          add_as_fp8<kType>(own_chunk, [&](int v) -> float(&)[kFp8Elements] { return sum[v]; });
+          if (piece + 1 < end) own.load<kType>(p, piece + 1, own_chunk);
+          add_fp8_rows(sum, rows, own.position + 1, rows.count, place);
+        }
+      }
+    }
     store_piece<kType, kQuantized>(p, item.token, piece, sum, scratch);
   }
   if (kQuantized && end == c.sums.pieces_per_row) {

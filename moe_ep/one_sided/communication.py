@@ -204,10 +204,7 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
 
     def _combine_input_buffer(self) -> Tensor | None:
         if self._low_precision and (
-            self.device.type == "cpu"
-            or self._layout.spans_gpus
-            or self.backend_name != "cake"
-            or "MOE_EP_PUSH" in os.environ
+            self.device.type == "cpu" or self._layout.spans_gpus or "MOE_EP_PUSH" in os.environ
         ):
             return None  # rows are quantised on their way into the workspace
         return self._combine_rows(self.ep_rank, self._tokens_per_rank)

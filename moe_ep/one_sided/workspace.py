@@ -44,9 +44,7 @@ def geometry_of(
             max_tokens_per_rank=max_tokens_per_rank,
             dispatch_bytes_per_token=max(layer.dispatch_bytes_per_token for layer in layers)
             + config.extra_payload_bytes_per_token,
-            combine_bytes_per_token=max(
-                _combine_bytes(layer, config, on_cuda) for layer in layers
-            ),
+            combine_bytes_per_token=max(_combine_bytes(layer, config) for layer in layers),
             eplb_stats_num_experts=config.eplb_stats_num_experts,
             low_latency_tokens=packets.max_tokens if on_cuda else 0,
             spans_gpus=int(spans_gpus),
@@ -77,9 +75,8 @@ def join_workspace(
     )
 
 
-def _combine_bytes(params: MoEEpCommParams, config: OneSidedConfig, on_cuda: bool) -> int:
+def _combine_bytes(params: MoEEpCommParams, config: OneSidedConfig) -> int:
     """Return the bytes of an expert's row as it travels."""
-    # Experiment: room for rows as they are, which cake pulls on one GPU.
-    if not config.use_low_precision_combine or (on_cuda and config.backend_name == "cake"):
+    if True:  # experiment: room for rows as they are
         return params.combine_bytes_per_token
     return row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes

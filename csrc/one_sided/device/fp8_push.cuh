@@ -37,9 +37,9 @@ struct Fp8Part {
   __device__ static Fp8Part of(const Fp8Combine& c, const RecvCounts& counts, uint32_t index) {
     const CombineKernelParams& p = c.combine;
     const DeviceWorkspace& w = p.workspace;
-    const int32_t part_of_any = c.by_ranks.divide(static_cast<int32_t>(index));
+    const int32_t part_of_any = c.by_sources.divide(static_cast<int32_t>(index));
     // The next rank first and one's own last, so that not all send to the same one.
-    const auto behind = static_cast<int32_t>(index) - part_of_any * w.ep_size;
+    const auto behind = static_cast<int32_t>(index) - part_of_any * static_cast<int32_t>(c.sources);
     int32_t source = w.ep_rank + 1 + behind;
     if (source >= w.ep_size) source -= w.ep_size;
     const int32_t row = c.parts.by_count.divide(part_of_any);
@@ -146,7 +146,7 @@ __device__ void push_parts(const Fp8Combine& c, const CombineRound& round) {
   const auto take = [&] { return lane_id() == 0 ? counter.take(1) : 0u; };
   uint32_t taken = take();  // in flight while the rows are counted
   const RecvCounts counts(p, round.misused());
-  const uint32_t total = counts.most() * c.parts.count * static_cast<uint32_t>(p.workspace.ep_size);
+  const uint32_t total = counts.most() * c.parts.count * c.sources;
   // With few parts a warp takes one when it is free; with many it takes the next one early.
   const bool early = total > gridDim.x * c.pushers.warps;
   struct {

@@ -49,7 +49,11 @@ struct Fp8Combine {
   CombineKernelParams combine;
   Fp8Row row;
   RowParts parts;
-  FastDivider by_ranks;
+  // Sources that rows are pushed to: all, or all but this rank, whose own rows are then summed from
+  // where the experts left them.
+  uint32_t sources;
+  bool sums_own_rows;
+  FastDivider by_sources;
   Share pushers;  // among the warps that push first
   SumPlan sums;   // a piece is kFp8PieceElements
   RowBlocks arrived;

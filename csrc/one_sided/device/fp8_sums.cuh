@@ -9,6 +9,7 @@
 #include "one_sided/device/bounded_wait.cuh"
 #include "one_sided/device/e4m3.cuh"
 #include "one_sided/device/fp8_round.cuh"
+#include "one_sided/device/fp8_sum.cuh"
 #include "one_sided/device/routing.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/memory_access.cuh"
@@ -110,12 +111,48 @@ __device__ void add_counted_fp8_rows(Fp8Sums& sum, const TokenRows& rows, int fi
   }
 }
 
-__device__ inline void add_fp8_rows(Fp8Sums& sum, const TokenRows& rows, const Fp8Place& place) {
+// Rows [first, end).
+__device__ inline void add_fp8_rows(Fp8Sums& sum, const TokenRows& rows, int first, int end,
+                                    const Fp8Place& place) {
 #pragma unroll 1
-  for (int first = 0; first < rows.count; first += kMaxFp8RowsAtOnce) {
-    add_counted_fp8_rows<1, kMaxFp8RowsAtOnce>(sum, rows, first, rows.count - first, place);
+  for (; first < end; first += kMaxFp8RowsAtOnce) {
+    add_counted_fp8_rows<1, kMaxFp8RowsAtOnce>(sum, rows, first, end - first, place);
   }
 }
+
+// This rank's own row of a token, where the experts left it.
+struct OwnRow {
+  int position;         // among the token's rows; their number, if it has none here
+  const uint8_t* from;  // this lane's
+
+  __device__ OwnRow(const Fp8Combine& c, const SendSlot& slot, int count)
+      : position(count), from(nullptr) {
+    if (!c.sums_own_rows) return;
+    const CombineKernelParams& p = c.combine;
+    const uint32_t lanes =
+        __ballot_sync(kAllLanes, lane_id() < count && slot.rank == p.workspace.ep_rank);
+    if (lanes == 0) return;
+    position = __ffs(static_cast<int>(lanes)) - 1;
+    const int32_t row = __shfl_sync(kAllLanes, slot.row, position);
+    from = p.expert_output +
+           (static_cast<int64_t>(p.workspace.ep_rank) * p.tokens_per_rank + row) *
+               p.expert_output_stride +
+           lane_id() * 16;
+  }
+  template <RowType kType>
+  __device__ void load(const CombineKernelParams& p, uint32_t piece,
+                       uint4 (&chunk)[kFp8Vectors]) const {
+    const uint64_t begin = uint64_t{piece} * kFp8Vectors * kVectorBytes;
+    const auto left = static_cast<int32_t>(
+        min(p.row_bytes - static_cast<int64_t>(begin), int64_t{kFp8Vectors} * kVectorBytes));
+#pragma unroll
+    for (int v = 0; v < kFp8Vectors; ++v) {
+      const int32_t byte = v * static_cast<int32_t>(kVectorBytes);
+      chunk[v] = make_uint4(0, 0, 0, 0);  // rows are of whole chunks
+      if (byte + lane_id() * 16 < left) chunk[v] = load_chunk(from + begin + byte);
+    }
+  }
+};
 
 // By one warp; lane j: for a part of the token's row j, of rows that are pushed here. False: the
 // wait has expired.
@@ -124,7 +161,8 @@ __device__ inline bool await_part(const Fp8Combine& c, uint32_t epoch, const Sen
   const CombineKernelParams& p = c.combine;
   const int64_t row = static_cast<int64_t>(slot.rank) * p.tokens_per_rank + slot.row;
   const uint32_t* const flag = own_segment(p.workspace).row_flags(row) + part;
-  bool is_late = lane_id() < count;
+  bool is_late =
+      lane_id() < count && !(c.sums_own_rows && slot.rank == p.workspace.ep_rank);
   Patience patience;
   for (;;) {
     if (is_late) is_late = poll(flag) != epoch;
