@@ -12,17 +12,25 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_ep import autograd, backward_round, checks, compiled_round, graph_names
+from moe_ep import (
+    abandoned_round,
+    autograd,
+    backward_round,
+    checks,
+    compiled_round,
+    graph_names,
+)
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import (
+    MoEEpAbandonedError,
     MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
@@ -36,6 +44,17 @@ from moe_ep.params import MoEEpCommParams, expert_partition
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE
 
 Result = TypeVar("Result")
+
+
+class SharedBatch(NamedTuple):
+    """A round of ranks that hold the same tokens.
+
+    rows: [n, hidden_size], where this rank puts its sums for each token, zeros where it has none.
+    end: ends the round, as a hook: returns what all ranks have put there, added up.
+    """
+
+    rows: Tensor
+    end: Callable[[], Tensor]
 
 
 class MoEEpCommunication(LifeCycle):
@@ -53,8 +72,8 @@ class MoEEpCommunication(LifeCycle):
     * `unsupported_reason(device)`;
     * `__init__(bootstrap, params, config)`, which calls this one and then sets up what it needs,
       collectively, over `self._comm`;
-    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`,
-      `_combine_inputs`, `_destroy`.
+    * the hooks `_dispatch`, `_combine` (needed), `_abandon`, `_check`, `_combine_input_buffer`,
+      `_begin_shared_batch`, `_destroy`.
 
     A backend with memory of its own has it in a `Workspace` and calls `_enter` with that one.
 
@@ -204,12 +223,28 @@ class MoEEpCommunication(LifeCycle):
 
         Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
         still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
-        (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
-        does not answer in `timeout_sec`. Where the device finds out (on CUDA, but for torch_dist),
-        what it has not recorded yet when combine is called is raised by a later combine or by
-        `check`.
+        (`output` is written, the object is ready for the next round); MoEEpAbandonedError if a peer
+        has called `abandon_round`; MoEEpTimeoutError if one does not answer in `timeout_sec`. Where
+        the device finds out (on CUDA, but for torch_dist), what it has not recorded yet when
+        combine is called is raised by a later combine or by `check`.
         """
         return self._run_combine(expert_output, output=output)
+
+    def abandon_round(self) -> None:
+        """End an open round without expert outputs: what to call where an exception came between
+        dispatch and combine. Collective, in place of combine.
+
+        Peers raise MoEEpAbandonedError out of their combine, at once and with the ranks that called
+        this; on these it returns, when all have come. Everywhere the round is over, and the next
+        dispatch is as always. Where no round of this object is open, nothing happens: it can be
+        called whatever has raised. MoEEpLayer and the integrations call it by themselves.
+
+        Of the shared-memory backends on CUDA peers cannot be told: the object is broken, and they
+        time out in combine. `reinitialize` on all ranks mends that.
+
+        Raises MoEEpTimeoutError if a peer does not come to its combine in `timeout_sec`.
+        """
+        abandoned_round.abandon(self)
 
     def get_combine_input_buffer(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return library memory for the expert output; handing it to combine saves a copy.
@@ -348,6 +383,11 @@ class MoEEpCommunication(LifeCycle):
         round stays open.
         """
 
+    def _abandon(self) -> bool:
+        """End the open round on all ranks, whose combine raises MoEEpAbandonedError, when all have
+        come. Return False, with nothing done, where they cannot be told."""
+        return False
+
     def _check(self) -> None:
         """Wait for the device, then raise and clear what it recorded."""
 
@@ -355,10 +395,13 @@ class MoEEpCommunication(LifeCycle):
         """Return combine's zero-copy input, [ep_size * tokens_per_rank, hidden_size], if any."""
         return None
 
-    def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
-        """Return every rank's zero-copy input in a round of `tokens_per_rank`, where this process
-        can read them: from its combine to its next dispatch. None where it cannot, or where
-        dispatch will refuse such a round."""
+    def _begin_shared_batch(self, topk_ids: Tensor) -> SharedBatch | None:
+        """Begin a round of ranks that all hold the same tokens, of which none travels. None, with
+        nothing done, where no rank can read what another makes, or there is no room.
+
+        topk_ids: [n, top_k] int32 or int64, contiguous. Raises MoEEpInputError for an id of no
+            expert, with nothing done, and MoEEpDisagreementError where the ranks' ids differ.
+        """
         return None
 
     # ---------------------------------------------------------------- the state machine
@@ -451,6 +494,21 @@ class MoEEpCommunication(LifeCycle):
         self._recorded = None
         return combined
 
+    def _run_begin_shared_batch(self, topk_ids: Tensor) -> SharedBatch | None:
+        """Begin a round of ranks that hold the same tokens; see the hook. Without gradients."""
+        self._close_left_open()
+        self._require(IDLE, "dispatch")
+        batch = self._attempt(
+            self._begin_shared_batch, topk_ids.contiguous(), before=IDLE, after=DISPATCHED
+        )
+        if batch is None:
+            self._in_round, self._shared.state = False, IDLE
+        return batch
+
+    def _run_end_shared_batch(self, batch: SharedBatch) -> Tensor:
+        self._require(DISPATCHED, "combine")
+        return self._attempt(batch.end, before=DISPATCHED, after=IDLE)
+
     def _drop_round(self) -> None:
         self._in_round = False
         self._recorded = None
@@ -490,7 +548,9 @@ class MoEEpCommunication(LifeCycle):
                 shared.broken_by = _reason(exc if error is None else error)
                 raise exc if error is None else error from None
             # Raised when a call has done its part of the exchange, which closes the round.
-            recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
+            recorded = isinstance(
+                error, MoEEpInputError | MoEEpDisagreementError | MoEEpAbandonedError
+            )
             closes_round = recorded and shared.state == BROKEN
             shared.state = IDLE if closes_round else state_if_alive
             self._in_round = self._in_round and not closes_round

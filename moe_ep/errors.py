@@ -35,6 +35,13 @@ class MoEEpMaskDisagreementError(MoEEpDisagreementError):
     """
 
 
+class MoEEpAbandonedError(MoEEpError, RuntimeError):
+    """Experts raised on some ranks, between dispatch and combine. Raised by combine on the others.
+
+    No sums were formed, the round is over on all ranks, and the object goes on.
+    """
+
+
 class MoEEpPlatformError(MoEEpError, RuntimeError):
     """The backend cannot run here. Names each rank's reason and is raised on all ranks together."""
 
@@ -65,6 +72,7 @@ _RAISED_BY_OPS: dict[str, type[Exception]] = {
         MoEEpConfigError,
         MoEEpDisagreementError,
         MoEEpMaskDisagreementError,
+        MoEEpAbandonedError,
         MoEEpPlatformError,
         MoEEpStateError,
         MoEEpTimeoutError,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from moe_ep.abandoned_round import abandoning
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.collectives import agree, attempt, by_rank
@@ -109,7 +111,8 @@ class MoEEpLayer(nn.Module):
         runtime_max_tokens_per_rank: as of `MoEEpCommunication.dispatch`.
 
         Partial sums over a rank's experts are rounded to the token dtype, and those of the ranks
-        added in float32, in ascending order. Raises as dispatch and combine.
+        added in float32, in ascending order. Raises as dispatch and combine. Where the experts
+        raise, the other ranks get MoEEpAbandonedError.
         """
         if isinstance(hidden_states, MoEEpTensors):
             if topk_ids is not None or topk_weights is not None:
@@ -125,7 +128,8 @@ class MoEEpLayer(nn.Module):
             tensors.topk_weights,
             runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
         )
-        return self.communication.combine(self.kernel(received), output=tensors.output)
+        made: Tensor = abandoning(self.communication, partial(self.kernel, received))
+        return self.communication.combine(made, output=tensors.output)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, prefix: str = "") -> None:
         """Take the rank's own experts out of all experts' weights. Not collective.

@@ -1,0 +1,59 @@
+"""How does a round end whose experts have raised? Without sums, on all ranks at once.
+
+Peers wait in combine for the rank, and must not go on with sums that lack its part: they raise,
+too. See MoEEpCommunication.abandon_round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from moe_ep.errors import MoEEpError
+from moe_ep.workspaces import DISPATCHED, IDLE
+
+if TYPE_CHECKING:
+    from moe_ep.communication import MoEEpCommunication
+
+Result = TypeVar("Result")
+
+
+def abandoning(communication: MoEEpCommunication, experts: Callable[[], Result]) -> Result:
+    """Return what experts return, between a dispatch and its combine; where they raise, abandon the
+    round before the exception goes on. In a compiled graph they are its ops, and nobody is asked.
+    """
+    if torch.compiler.is_compiling():
+        return experts()
+    try:
+        return experts()
+    except Exception:
+        with contextlib.suppress(MoEEpError):  # the next call says what became of it
+            communication.abandon_round()
+        raise
+
+
+def abandon(communication: MoEEpCommunication) -> None:
+    """Abandon the round that is open, if it is the communication's."""
+    shared = communication._shared
+    is_open = shared.state == DISPATCHED and communication._in_round
+    if communication._destroyed or not is_open:
+        return
+    communication._require_present("abandon_round")
+    communication._recorded = None
+    were_told = communication._attempt(communication._abandon, before=DISPATCHED, after=IDLE)
+    if not were_told:
+        shared.break_down(
+            f"its round was abandoned on this rank{_because()}, of which the peers cannot be told "
+            f"here (backend {communication.backend_name}, {communication.device.type}): they wait "
+            "in combine until they time out."
+        )
+
+
+def _because() -> str:
+    """Return what is being handled, for a message."""
+    error = sys.exc_info()[1]
+    return "" if error is None else f" by {type(error).__name__}: {error}".rstrip(": ")
