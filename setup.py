@@ -29,6 +29,7 @@ OPS_SOURCES = [
     "csrc/one_sided/shared_batch.cpp",
     "csrc/ops/combine_args.cpp",
     "csrc/ops/dispatch_args.cpp",
+    "csrc/ops/errors.cpp",
     "csrc/ops/expert_ids.cpp",
     "csrc/ops/expert_picks.cpp",
     "csrc/ops/library.cpp",
@@ -86,6 +87,7 @@ OPS_CUDA_SOURCES = [
     "csrc/two_sided/cuda_prepare.cu",
 ]
 NATIVE_SOURCES = [
+    "csrc/bindings/errors.cpp",
     "csrc/bindings/interrupt.cpp",
     "csrc/bindings/layout.cpp",
     "csrc/bindings/memory.cpp",

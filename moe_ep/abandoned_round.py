@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moe_ep.errors import MoEEpError
+from moe_ep.errors import MoEEpError, MoEEpInputError
 from moe_ep.workspaces import DISPATCHED, IDLE
 
 if TYPE_CHECKING:
@@ -44,13 +45,35 @@ def abandon(communication: MoEEpCommunication) -> None:
         return
     communication._require_present("abandon_round")
     communication._recorded = None
-    were_told = communication._attempt(communication._abandon, before=DISPATCHED, after=IDLE)
+    were_told = communication._attempt(
+        partial(_end_on_all, communication), before=DISPATCHED, after=IDLE
+    )
     if not were_told:
         shared.break_down(
             f"its round was abandoned on this rank{_because()}, of which the peers cannot be told "
             f"here (backend {communication.backend_name}, {communication.device.type}): they wait "
             "in combine until they time out."
         )
+
+
+def _end_on_all(communication: MoEEpCommunication) -> bool:
+    """End the round, as a hook. Return False where peers cannot be told."""
+    return communication._abandon() or (communication.ep_size == 1 and _end_alone(communication))
+
+
+def _end_alone(communication: MoEEpCommunication) -> bool:
+    """The same where there are no peers, on any backend and device: nobody gets the sums."""
+    params, tokens_per_rank = communication.params, communication._tokens_per_rank
+    zero = torch.zeros((), dtype=params.token_dtype, device=communication.device)
+    with contextlib.suppress(MoEEpInputError):  # of ids that the dispatch got
+        communication._combine(
+            zero.expand(tokens_per_rank, params.hidden_size),
+            num_tokens=communication._num_tokens,
+            tokens_per_rank=tokens_per_rank,
+            output=None,
+            active_rank_mask=None,
+        )
+    return True
 
 
 def _because() -> str:

@@ -1,7 +1,7 @@
 """What is a communication? The contract that users call, and the hooks that a backend fills in.
 
 The base class owns everything that must not differ between backends: the argument checks, the state
-machine and the translation of op errors. A backend implements `_dispatch` and `_combine`, and where
+machine. A backend implements `_dispatch` and `_combine`, and where
 it needs them `_check`, `_combine_input_buffer`, `_destroy`. The state belongs to the workspace,
 which several objects may share (`moe_ep.workspaces`). All that the compiled path touches of it is
 plain attributes (int, str), so that torch.compile traces a whole round into one graph.
@@ -36,7 +36,7 @@ from moe_ep.errors import (
     MoEEpInputError,
     MoEEpMaskDisagreementError,
     MoEEpTimeoutError,
-    translate_op_error,
+    is_of_library,
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.life_cycle import LifeCycle
@@ -78,9 +78,9 @@ class MoEEpCommunication(LifeCycle):
     A backend with memory of its own has it in a `Workspace` and calls `_enter` with that one.
 
     Hooks get checked arguments and know nothing about the state machine. They report failures by
-    raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
-    it is. MoEEpTimeoutError, MoEEpMaskDisagreementError and any exception that is not of this
-    library break the object; after any other MoEEpError the object goes on.
+    raising; ops of the library raise its errors (see `moe_ep.errors`). MoEEpTimeoutError,
+    MoEEpMaskDisagreementError and any exception that is not of this library break the object; after
+    any other error the object goes on.
     A backend that takes more keywords (`active_rank_mask`) overrides `dispatch` and `combine` with
     the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
     """
@@ -536,17 +536,16 @@ class MoEEpCommunication(LifeCycle):
         shared.state = after
         return result
 
-    def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
-        """Raise what a hook's exception means and set the state that it leaves behind."""
-        error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
+    def _settle(self, error: Exception, state_if_alive: str) -> NoReturn:
+        """Raise a hook's exception again, and set the state that it leaves behind."""
         shared = self._shared
-        # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
+        # The library's: the op said so before it sent anything, or after all was done.
         breaks = isinstance(error, MoEEpTimeoutError | MoEEpMaskDisagreementError)
         try:
-            if breaks or not isinstance(error, MoEEpError | TypeError):
+            if breaks or not is_of_library(error):
                 shared.state = BROKEN
-                shared.broken_by = _reason(exc if error is None else error)
-                raise exc if error is None else error from None
+                shared.broken_by = _reason(error)
+                raise error from None
             # Raised when a call has done its part of the exchange, which closes the round.
             recorded = isinstance(
                 error, MoEEpInputError | MoEEpDisagreementError | MoEEpAbandonedError
@@ -556,9 +555,9 @@ class MoEEpCommunication(LifeCycle):
             self._in_round = self._in_round and not closes_round
             raise error from None
         finally:
-            # This frame would hold them, and they its callers', until a garbage collection: what
-            # the user's frames hold would end at any time, a CUDA graph within another's capture.
-            del exc, error
+            # This frame would hold it, and it its callers', until a garbage collection: what the
+            # user's frames hold would end at any time, a CUDA graph within another's capture.
+            del error
 
     def _require(self, state: str, call: str) -> None:
         if state == DISPATCHED and compiled_round.is_open(self):

@@ -23,6 +23,7 @@ if _library is None or _library.origin is None:
     )
 torch.ops.load_library(_library.origin)
 torch.ops.moe_ep.set_interrupt_check(_native.interrupt_check())
+torch.ops.moe_ep.set_error_raiser(_native.error_raiser())
 
 
 ONE_SIDED_BACKENDS = ("cake", "one_sided")

@@ -99,6 +99,7 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   // On the CPU: tells peers that wait for this rank that it comes to no further round.
   m.def("leave(Tensor(a!) workspace, int ep_rank) -> ()");
   m.def("set_interrupt_check(int address) -> ()");
+  m.def("set_error_raiser(int address) -> ()");
   m.def("active_rank_mask(int[] ranks, int ep_size) -> Tensor");
   // Where the library has kernels for CUDA: the compute capability that the code was compiled for
   // which a device runs, 90 for 9.0; 0 if there is none for it.

@@ -277,7 +277,7 @@ def test_wrong_sizes_are_refused(
 def test_the_op_of_the_host_refuses_what_it_cannot_add_up() -> None:
     ids = torch.arange(8, dtype=torch.int32).view(8, 1)
     outputs = [torch.empty(size, dtype=torch.long) for size in ((8,), (9,), (8, 1), (0,))]
-    with pytest.raises(RuntimeError, match=r"alignment must be 1\.\.2147483647, got 4611"):
+    with pytest.raises(MoEEpConfigError, match=r"alignment must be 1\.\.2147483647, got 4611"):
         torch.ops.moe_ep.group_picks(ids, 0, 2**62, *outputs)
 
 
