@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def abandoning(communication: MoEEpCommunication, experts: Callable[[], Result]) -> Result:
-    """Return what experts return, between a dispatch and its combine; where they raise, abandon the
-    round before the exception goes on. In a compiled graph they are its ops, and nobody is asked.
+def abandoning(communication: MoEEpCommunication, step: Callable[[], Result]) -> Result:
+    """Return what a step returns that follows a dispatch: the experts, or combine. Where it raises
+    and leaves the round open, abandon that before the exception goes on. In a compiled graph a step
+    is its ops, and nobody is asked.
     """
     if torch.compiler.is_compiling():
-        return experts()
+        return step()
     try:
-        return experts()
+        return step()
     except Exception:
         with contextlib.suppress(MoEEpError):  # the next call says what became of it
             communication.abandon_round()

@@ -1,10 +1,10 @@
 """What is a communication? The contract that users call, and the hooks that a backend fills in.
 
 The base class owns everything that must not differ between backends: the argument checks, the state
-machine. A backend implements `_dispatch` and `_combine`, and where
-it needs them `_check`, `_combine_input_buffer`, `_destroy`. The state belongs to the workspace,
-which several objects may share (`moe_ep.workspaces`). All that the compiled path touches of it is
-plain attributes (int, str), so that torch.compile traces a whole round into one graph.
+machine. A backend implements `_dispatch` and `_combine`, and where it needs them `_check`,
+`_combine_input_buffer`, `_destroy`. The state belongs to the workspace, which several objects may
+share (`moe_ep.workspaces`). All that the compiled path touches of it is plain attributes (int,
+str), so that torch.compile traces a whole round into one graph.
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ class MoEEpCommunication(LifeCycle):
         Of the shared-memory backends on CUDA peers cannot be told: the object is broken, and they
         time out in combine. `reinitialize` on all ranks mends that.
 
-        Raises MoEEpTimeoutError if a peer does not come to its combine in `timeout_sec`.
+        Waits for the peers' combine; raises MoEEpTimeoutError if one does not come to it in
+        `timeout_sec`.
         """
         abandoned_round.abandon(self)
 

@@ -14,6 +14,7 @@ from moe_ep import (
     MoEEpAbandonedError,
     MoEEpCommParams,
     MoEEpCommunication,
+    MoEEpConfigError,
     MoEEpDispatchResult,
     MoEEpLayer,
     MoEEpStateError,
@@ -111,7 +112,8 @@ def test_a_masked_rank_is_not_waited_for(ranks: RunOnRanks, backend: Backend, de
 
 
 def layer_that_raises(context: RankContext, backend: str) -> list[Any]:
-    """Body: a layer whose experts raise on one rank, once without and once with gradients."""
+    """Body: a layer whose experts raise on one rank, or return what combine refuses, with gradients
+    and without."""
     layer = MoEEpLayer(context.bootstrap(), PARAMS, SplitConfig(comm=backend))
     experts, got = layer.kernel.forward, []
     one, rank = random_round(PARAMS, (3, 0, 5, 2), seed=1), context.rank
@@ -120,9 +122,12 @@ def layer_that_raises(context: RankContext, backend: str) -> list[Any]:
     def raising(received: MoEEpDispatchResult) -> Tensor:
         raise ArithmeticError("too much")
 
-    for needs_gradients in (False, True):
+    def wrong(received: MoEEpDispatchResult) -> Tensor:
+        return experts(received)[1:]
+
+    for needs_gradients, odd in ((False, raising), (True, raising), (False, wrong), (True, wrong)):
         given[0] = given[0].detach().requires_grad_(needs_gradients)
-        layer.kernel.forward = raising if rank == 2 else experts
+        layer.kernel.forward = odd if rank == 2 else experts
         problem = problem_of(layer, *given)
         layer.kernel.forward = experts
         with torch.set_grad_enabled(needs_gradients):
@@ -136,12 +141,14 @@ def test_a_layer_tells_the_peers_of_its_experts(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     for rank, got in enumerate(ranks(SIZE, layer_that_raises, backend=backend.name)):
-        for problem, _ in got:
-            if rank == 2:
+        for index, (problem, sums) in enumerate(got):
+            if rank != 2:
+                expect(problem, MoEEpAbandonedError, ["raised on rank(s) 2,"])
+            elif index < 2:
                 expect(problem, ArithmeticError, ["too much"])
             else:
-                expect(problem, MoEEpAbandonedError, ["raised on rank(s) 2,"])
-        assert torch.equal(got[0][1], got[1][1])
+                expect(problem, MoEEpConfigError, ["expert_output must be"])
+            assert torch.equal(sums, got[0][1])
 
 
 def forget_the_round(context: RankContext, backend: str) -> Problem | None:
