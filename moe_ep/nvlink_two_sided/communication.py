@@ -157,6 +157,13 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
             fill_with_sums(output, combine_into)
             return output
 
+    def _abandon(self) -> bool:
+        if self.device.type != "cpu":
+            return False  # kernels wait there
+        where = (self._workspace, self._geometry, self.ep_rank)
+        torch.ops.moe_ep.two_sided_abandon(*where, self._timeout_sec)
+        return True
+
     def _check(self) -> None:
         with self._on_stream():
             torch.ops.moe_ep.two_sided_check(self._workspace, self._geometry, self.ep_rank)
