@@ -160,6 +160,7 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
     def _abandon(self) -> bool:
         if self.device.type != "cpu":
             return False  # kernels wait there
+        self._send_tokens = None
         where = (self._workspace, self._geometry, self.ep_rank)
         torch.ops.moe_ep.two_sided_abandon(*where, self._timeout_sec)
         return True
