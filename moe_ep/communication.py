@@ -1,10 +1,10 @@
 """What is a communication? The contract that users call, and the hooks that a backend fills in.
 
-The base class owns everything that must not differ between backends: the argument checks, the state
-machine. A backend implements `_dispatch` and `_combine`, and where it needs them `_check`,
-`_combine_input_buffer`, `_destroy`. The state belongs to the workspace, which several objects may
-share (`moe_ep.workspaces`). All that the compiled path touches of it is plain attributes (int,
-str), so that torch.compile traces a whole round into one graph.
+The base class owns everything that must not differ between backends: the argument checks and the
+state machine. A backend implements `_dispatch` and `_combine`, and of the other hooks those that it
+needs. The state belongs to the workspace, which several objects may share (`moe_ep.workspaces`).
+All that the compiled path touches of it is plain attributes (int, str), so that torch.compile
+traces a whole round into one graph.
 """
 
 from __future__ import annotations
@@ -379,9 +379,9 @@ class MoEEpCommunication(LifeCycle):
         output: checked, no element of it shares memory with another; may be non-contiguous, and may
             overlap `expert_output`.
 
-        A MoEEpInputError is raised last, when the exchange is done and `output` written: it closes
-        the round. Any other MoEEpError but MoEEpTimeoutError means that nothing was exchanged: the
-        round stays open.
+        A MoEEpInputError is raised last, when the exchange is done and `output` written. It closes
+        the round, and so do MoEEpDisagreementError and MoEEpAbandonedError, without sums. Any other
+        MoEEpError but MoEEpTimeoutError means that nothing was exchanged: the round stays open.
         """
 
     def _abandon(self) -> bool:

@@ -11,8 +11,8 @@ namespace py = pybind11;
 namespace moe_ep::bindings {
 namespace {
 
-// What the handler raised, from the moment the wait saw it until the Python layer raises it again:
-// in between it is a C++ exception. Guarded by the GIL.
+// What the handler raised, from the moment the wait saw it until the op raises it again: in between
+// the wait returns through code that knows nothing of Python. Guarded by the GIL.
 py::object& pending() {
   static auto* exception = new py::object();  // not destroyed: the interpreter may be gone by then
   return *exception;

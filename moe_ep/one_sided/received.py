@@ -55,8 +55,8 @@ def run_dispatch(
     timeout_sec: int,
     enable_pdl: bool,
 ) -> ReceivedTokens:
-    """Call the op that fits eager or compiled code and return what it brought. Raises the op's
-    RuntimeError.
+    """Call the op that fits eager or compiled code and return what it brought. Raises what the op
+    raises.
 
     geometry: `layout.fields()`, which compiled graphs cannot call.
     """
