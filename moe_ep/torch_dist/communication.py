@@ -177,9 +177,10 @@ class TorchDistAlltoAll(MoEEpCommunication):
         return combined
 
     def _abandon(self) -> bool:
-        dispatched, self._open_round = self._open_round, None
+        dispatched = self._open_round
         if not isinstance(dispatched, _OpenRound):
             return False  # in a captured graph
+        self._open_round = None
         with self._on_stream(), contextlib.suppress(MoEEpAbandonedError):
             self._transport.start_call(self._epoch)
             counts, width = dispatched.recv_counts, self.params.hidden_size

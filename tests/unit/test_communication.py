@@ -310,3 +310,13 @@ def test_a_rank_alone_abandons_its_round_on_any_backend():
     comm.dispatch(X, torch.tensor([[0, 1], [4, 1], [2, 3]]))
     comm.abandon_round()
     play_round(comm)
+
+
+def test_a_rank_alone_abandons_a_round_that_is_captured(monkeypatch):
+    comm = TorchDistAlltoAll(BootstrapConfig(1, 0, device="cpu"), PARAMS)
+    play_round(comm)  # in which the ranks agree on the sizes
+    with monkeypatch.context() as patch:
+        patch.setattr(comm, "_is_captured", lambda: True)
+        dispatch(comm)
+        comm.abandon_round()
+    play_round(comm)
