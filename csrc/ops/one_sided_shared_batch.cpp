@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <vector>
 
 #include "core/limits.h"
@@ -22,19 +23,36 @@ int64_t room_for_tokens(const Geometry& g) {
   return static_cast<int64_t>(g.ep_size) * g.max_tokens_per_rank;
 }
 
+struct BatchIds {
+  int64_t hash;
+  std::optional<int64_t> wrong;  // the first of no expert
+};
+
 template <typename Id>
-int64_t checked_hash_of(const Id* ids, int64_t count, int64_t num_experts) {
+BatchIds batch_ids_of(const Id* ids, int64_t count, int64_t num_experts) {
   uint64_t hash = static_cast<uint64_t>(count);
+  std::optional<int64_t> wrong;
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] >= num_experts) {
-      fail("MoEEpInputError", "topk_ids must be below num_experts=", num_experts,
-           ", or negative for padding, got ", ids[i], ". Nothing was exchanged");
-    }
+    if (ids[i] >= num_experts && !wrong.has_value()) wrong = ids[i];
     // All padding is alike, and int32 like int64.
     hash = (hash ^ static_cast<uint64_t>(ids[i] < 0 ? -1 : int64_t{ids[i]})) * 0x9e3779b97f4a7c15u;
     hash ^= hash >> 32;
   }
-  return static_cast<int64_t>(hash);
+  return {static_cast<int64_t>(hash), wrong};
+}
+
+// Of a batch that all ranks have, so that all come here: the round is closed before they raise.
+[[noreturn]] void raise_wrong_id(const one_sided::SharedBatch& p, int64_t id) {
+  switch (one_sided::abandon(p.workspace, p.timeout_sec)) {
+    case Outcome::kTimeout:
+      raise_missed(rows_of(p.workspace));
+    case Outcome::kInterrupted:
+      raise_interrupt();
+    default:
+      fail("MoEEpInputError",
+           "topk_ids must be below num_experts=", p.workspace.geometry.num_experts,
+           ", or negative for padding, got ", id, ". Nothing was computed");
+  }
 }
 
 void begin_shared_batch(Tensor workspace, Tensor topk_ids, std::vector<int64_t> geometry,
@@ -48,14 +66,16 @@ void begin_shared_batch(Tensor workspace, Tensor topk_ids, std::vector<int64_t> 
   const TopkIds ids = topk_ids_from(topk_ids, workspace, g.top_k, room_for_tokens(g));
   p.num_tokens = ids.num_tokens;
   const int64_t count = static_cast<int64_t>(ids.num_tokens) * g.top_k;
-  p.routing = ids.are_int64
-                  ? checked_hash_of(static_cast<const int64_t*>(ids.data), count, g.num_experts)
-                  : checked_hash_of(static_cast<const int32_t*>(ids.data), count, g.num_experts);
+  const BatchIds batch =
+      ids.are_int64 ? batch_ids_of(static_cast<const int64_t*>(ids.data), count, g.num_experts)
+                    : batch_ids_of(static_cast<const int32_t*>(ids.data), count, g.num_experts);
+  p.routing = batch.hash;
   check_state(initialised_control(p.workspace).phase == Phase::kIdle,
               "begin_shared_batch was called in a round");
   std::vector<RoundHeader> headers(static_cast<size_t>(g.ep_size));
   switch (one_sided::begin_shared_batch(p, headers.data())) {
     case Outcome::kDone:
+      if (batch.wrong.has_value()) raise_wrong_id(p, *batch.wrong);
       break;
     case Outcome::kTimeout:
       raise_missed(rows_of(p.workspace));

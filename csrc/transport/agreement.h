@@ -105,7 +105,7 @@ class Agreement {
     });
     const Outcome met = wait_for_flags(deadline_in(how_.timeout_sec));
     if (met != Outcome::kDone) return met;
-    if (!(who_abandoned() == RankMask{})) return Outcome::kAbandoned;
+    if (who_abandoned() != RankMask{}) return Outcome::kAbandoned;
     bool agree = true;
     for_each_peer(
         [&](int32_t peer) { agree = agree && same_rows(own().combine_flag(peer), rows); });
