@@ -239,8 +239,9 @@ class MoEEpCommunication(LifeCycle):
         dispatch is as always. Where no round of this object is open, nothing happens: it can be
         called whatever has raised. MoEEpLayer and the integrations call it by themselves.
 
-        Of the shared-memory backends on CUDA peers cannot be told: the object is broken, and they
-        time out in combine. `reinitialize` on all ranks mends that.
+        Of the shared-memory backends on CUDA, and in a round that torch_dist captures, peers cannot
+        be told: the object is broken, and they time out in combine. `reinitialize` on all ranks
+        mends that, where the backend has it.
 
         Waits for the peers' combine; raises MoEEpTimeoutError if one does not come to it in
         `timeout_sec`.

@@ -19,7 +19,7 @@
 namespace moe_ep {
 
 // As the row type of a combine flag: the rank has no rows, and no round with such a flag has sums.
-inline constexpr int32_t kAbandoned = -1;
+inline constexpr int32_t kNoRows = -1;
 
 // `SegmentOf(rank)` gives a segment with control(), round_header(source) and combine_flag(owner).
 template <typename SegmentOf>
@@ -117,7 +117,7 @@ class Agreement {
   Outcome abandon() const {
     control_.phase = Phase::kIdle;
     CombineFlag none{};
-    none.row_type = kAbandoned;
+    none.row_type = kNoRows;
     return meet_in_combine(none);
   }
 
@@ -125,7 +125,7 @@ class Agreement {
   RankMask who_abandoned() const {
     RankMask ranks;
     for_each_peer([&](int32_t peer) {
-      if (own().combine_flag(peer).row_type == kAbandoned) ranks.insert(peer);
+      if (own().combine_flag(peer).row_type == kNoRows) ranks.insert(peer);
     });
     return ranks;
   }
