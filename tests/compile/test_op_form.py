@@ -21,6 +21,7 @@ from moe_ep import (
     MoEEpCommParams,
     MoEEpCommunication,
     MoEEpDispatchResult,
+    MoEEpStateError,
     create_communication,
 )
 from moe_ep.cake import kernels
@@ -160,7 +161,7 @@ def a_clone_of_the_workspace(context: RankContext, backend: str) -> str:
         what = (ids, None, [x], None, None, comm._geometry, comm.ep_rank, -1, CAPACITY, 20)
         try:
             comm._ops.dispatch(comm._workspace.clone(), *what)
-        except RuntimeError as exc:
+        except MoEEpStateError as exc:
             return str(exc)
         return "accepted"
 
@@ -174,7 +175,7 @@ def compiled_without_inductor(context: RankContext, backend: str) -> str:
         graphs = WatchedGraphs([comm])
         try:
             torch.compile(model, fullgraph=True, backend=graphs.backend)(*inputs(context.rank, 4))
-        except RuntimeError as exc:
+        except MoEEpStateError as exc:
             assert graphs.parts > 0  # it was seen to be in the graph
             return str(exc)
         return "accepted"

@@ -12,6 +12,7 @@ from moe_ep import (
     MoEEpAbandonedError,
     MoEEpCommParams,
     MoEEpCommunication,
+    MoEEpConfigError,
     MoEEpDisagreementError,
     MoEEpInputError,
     MoEEpStateError,
@@ -171,25 +172,34 @@ def test_batches_that_are_not_the_same_are_an_error_on_all_ranks(ranks: RunOnRan
             assert_same_bits(sums, first, rank=rank)
 
 
-def raise_in_one(context: RankContext) -> list[Any]:
-    """Body: what there is where one rank's experts raise, and the sums of a round after that."""
+def fail_in_one(context: RankContext) -> list[Any]:
+    """Body: what there is where one rank's experts raise, or return a row less than they got, and
+    the sums of a round after each."""
     with torch.no_grad(), create_communication(context.bootstrap(), PARAMS, "cake") as of:
         experts = experts_of(of)
 
         def raising(*given: Tensor) -> Tensor:
-            if context.rank == 1:
-                raise ArithmeticError("too much")
-            return experts(*given)
+            raise ArithmeticError("too much")
 
-        problem = problem_of(run_in_place, of, *inputs_of(7), raising)
-        return [problem, run_in_place(of, *inputs_of(7), experts)]
+        def wrong(*given: Tensor) -> Tensor:
+            return experts(*given)[1:]
+
+        got: list[Any] = []
+        for odd in (raising, wrong):
+            one = odd if context.rank == 1 else experts
+            got += [problem_of(run_in_place, of, *inputs_of(7), one)]
+            got += [run_in_place(of, *inputs_of(7), experts)]
+        return got
 
 
-def test_experts_that_raise_are_heard_of_on_all_ranks(ranks: RunOnRanks) -> None:
-    got = ranks(SIZE, raise_in_one)
-    for rank, (problem, sums) in enumerate(got):
+def test_experts_that_fail_are_heard_of_on_all_ranks(ranks: RunOnRanks) -> None:
+    got = ranks(SIZE, fail_in_one)
+    for rank, (raised, first, refused, second) in enumerate(got):
         if rank == 1:
-            expect(problem, ArithmeticError, ["too much"])
+            expect(raised, ArithmeticError, ["too much"])
+            expect(refused, MoEEpConfigError, ["a row for each that the experts were given"])
         else:
-            expect(problem, MoEEpAbandonedError, ["raised on rank(s) 1,"])
-        assert_same_bits(sums, got[0][1], rank=rank)
+            for problem in (raised, refused):
+                expect(problem, MoEEpAbandonedError, ["raised on rank(s) 1,"])
+        for sums in (first, second):
+            assert_same_bits(sums, got[0][1], rank=rank)
