@@ -69,6 +69,11 @@ void raise_missed(const WorkspaceRows& workspace) {
   raise_timeout(record, workspace.ep_rank);
 }
 
+void raise_unless_met(Outcome outcome, const WorkspaceRows& workspace) {
+  if (outcome == Outcome::kTimeout) raise_missed(workspace);
+  if (outcome == Outcome::kInterrupted) raise_interrupt();
+}
+
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) { m.impl("leave", TORCH_BOX(&leave_workspace)); }
 
 }  // namespace moe_ep::ops

@@ -36,19 +36,15 @@ ControlBlock& control_of_round(const one_sided::CombineParams& p) {
 }
 
 void run(const one_sided::CombineParams& p, ControlBlock& control) {
-  switch (one_sided::combine(p, torch_parallel_for())) {
-    case Outcome::kDone:
-      break;
-    case Outcome::kTimeout:
-      raise_missed(rows_of(p.workspace));
-    case Outcome::kInterrupted:
-      raise_interrupt();
-    case Outcome::kDisagreement:
-      raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
-                                 " elements of " + std::to_string(row_type_bytes(p.row_type)) +
-                                 " bytes" + (p.low_precision ? ", which travel as FP8" : ""));
-    case Outcome::kAbandoned:
-      raise_abandoned(one_sided::who_abandoned(p.workspace), p.workspace.geometry.ep_size);
+  const Outcome outcome = one_sided::combine(p, torch_parallel_for());
+  raise_unless_met(outcome, rows_of(p.workspace));
+  if (outcome == Outcome::kAbandoned) {
+    raise_abandoned(one_sided::who_abandoned(p.workspace), p.workspace.geometry.ep_size);
+  }
+  if (outcome == Outcome::kDisagreement) {
+    raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
+                               " elements of " + std::to_string(row_type_bytes(p.row_type)) +
+                               " bytes" + (p.low_precision ? ", which travel as FP8" : ""));
   }
   // Only now, when the round is closed on all ranks: raising earlier would leave the peers waiting.
   const InvalidIdRecord invalid = control.invalid_id;
@@ -105,9 +101,7 @@ void abandon(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   check_state(initialised_control(view).phase == Phase::kDispatch,
               "abandon was called before dispatch");
-  const Outcome outcome = one_sided::abandon(view, checked_timeout(timeout_sec));
-  if (outcome == Outcome::kTimeout) raise_missed(rows_of(view));
-  if (outcome == Outcome::kInterrupted) raise_interrupt();
+  raise_unless_met(one_sided::abandon(view, checked_timeout(timeout_sec)), rows_of(view));
 }
 
 }  // namespace

@@ -23,16 +23,10 @@ void check_phase(const one_sided::DispatchParams& p) {
 void run(one_sided::DispatchParams& p) {
   std::vector<RoundHeader> headers(static_cast<size_t>(p.workspace.geometry.ep_size));
   p.out_headers = headers.data();
-  switch (one_sided::dispatch(p, torch_parallel_for())) {
-    case Outcome::kDone:
-      break;
-    case Outcome::kTimeout:
-      raise_missed(rows_of(p.workspace));
-    case Outcome::kInterrupted:
-      raise_interrupt();
-    case Outcome::kAbandoned:  // of a combine
-    case Outcome::kDisagreement:
-      raise_dispatch_disagreement(headers.data(), p.workspace.geometry.ep_size);
+  const Outcome outcome = one_sided::dispatch(p, torch_parallel_for());
+  raise_unless_met(outcome, rows_of(p.workspace));
+  if (outcome == Outcome::kDisagreement) {
+    raise_dispatch_disagreement(headers.data(), p.workspace.geometry.ep_size);
   }
 }
 

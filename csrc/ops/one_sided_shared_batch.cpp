@@ -43,16 +43,9 @@ BatchIds batch_ids_of(const Id* ids, int64_t count, int64_t num_experts) {
 
 // Of a batch that all ranks have, so that all come here: the round is closed before they raise.
 [[noreturn]] void raise_wrong_id(const one_sided::SharedBatch& p, int64_t id) {
-  switch (one_sided::abandon(p.workspace, p.timeout_sec)) {
-    case Outcome::kTimeout:
-      raise_missed(rows_of(p.workspace));
-    case Outcome::kInterrupted:
-      raise_interrupt();
-    default:
-      fail("MoEEpInputError",
-           "topk_ids must be below num_experts=", p.workspace.geometry.num_experts,
-           ", or negative for padding, got ", id, ". Nothing was computed");
-  }
+  raise_unless_met(one_sided::abandon(p.workspace, p.timeout_sec), rows_of(p.workspace));
+  fail("MoEEpInputError", "topk_ids must be below num_experts=", p.workspace.geometry.num_experts,
+       ", or negative for padding, got ", id, ". Nothing was computed");
 }
 
 void begin_shared_batch(Tensor workspace, Tensor topk_ids, std::vector<int64_t> geometry,
@@ -73,18 +66,10 @@ void begin_shared_batch(Tensor workspace, Tensor topk_ids, std::vector<int64_t> 
   check_state(initialised_control(p.workspace).phase == Phase::kIdle,
               "begin_shared_batch was called in a round");
   std::vector<RoundHeader> headers(static_cast<size_t>(g.ep_size));
-  switch (one_sided::begin_shared_batch(p, headers.data())) {
-    case Outcome::kDone:
-      if (batch.wrong.has_value()) raise_wrong_id(p, *batch.wrong);
-      break;
-    case Outcome::kTimeout:
-      raise_missed(rows_of(p.workspace));
-    case Outcome::kInterrupted:
-      raise_interrupt();
-    case Outcome::kAbandoned:  // of the other op
-    case Outcome::kDisagreement:
-      raise_batch_disagreement(headers.data(), g.ep_size);
-  }
+  const Outcome outcome = one_sided::begin_shared_batch(p, headers.data());
+  raise_unless_met(outcome, rows_of(p.workspace));
+  if (outcome == Outcome::kDisagreement) raise_batch_disagreement(headers.data(), g.ep_size);
+  if (batch.wrong.has_value()) raise_wrong_id(p, *batch.wrong);
 }
 
 Tensor end_shared_batch(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
@@ -105,18 +90,13 @@ Tensor end_shared_batch(Tensor workspace, std::vector<int64_t> geometry, int64_t
               "end_shared_batch must follow begin_shared_batch, with its num_tokens");
   Tensor sums = torch::stable::empty({num_tokens, hidden_size}, dtype);
   auto* out = static_cast<uint8_t*>(sums.mutable_data_ptr());
-  switch (one_sided::end_shared_batch(p, hidden_size, type, out, torch_parallel_for())) {
-    case Outcome::kDone:
-      break;
-    case Outcome::kTimeout:
-      raise_missed(rows_of(p.workspace));
-    case Outcome::kInterrupted:
-      raise_interrupt();
-    case Outcome::kAbandoned:
-      raise_abandoned(one_sided::who_abandoned(p.workspace), g.ep_size);
-    case Outcome::kDisagreement:
-      raise_combine_disagreement("");
+  const Outcome outcome =
+      one_sided::end_shared_batch(p, hidden_size, type, out, torch_parallel_for());
+  raise_unless_met(outcome, rows_of(p.workspace));
+  if (outcome == Outcome::kAbandoned) {
+    raise_abandoned(one_sided::who_abandoned(p.workspace), g.ep_size);
   }
+  if (outcome == Outcome::kDisagreement) raise_combine_disagreement("");
   return sums;
 }
 

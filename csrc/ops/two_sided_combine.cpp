@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/round_errors.h"
 #include "ops/two_sided_args.h"
 #include "ops/two_sided_host.h"
@@ -38,7 +39,7 @@ two_sided::CombineParams combine_params(const Tensor& workspace, const Tensor& e
 
 void run(const two_sided::CombineParams& p) {
   const Outcome outcome = two_sided::combine(p);
-  raise_unless_met(outcome, p.workspace);
+  raise_unless_met(outcome, rows_of(p.workspace));
   if (outcome == Outcome::kAbandoned) {
     raise_abandoned(two_sided::who_abandoned(p.workspace), p.workspace.geometry.ep_size);
   }
@@ -97,7 +98,7 @@ void two_sided_abandon(Tensor workspace, std::vector<int64_t> geometry, int64_t 
   const two_sided::WorkspaceView view = two_sided_workspace(workspace, geometry, ep_rank);
   check_state(initialised_control(view).phase == Phase::kDispatch && rows_are_delivered(view),
               "abandon was called before alltoallv");
-  raise_unless_met(two_sided::abandon(view, checked_timeout(timeout_sec)), view);
+  raise_unless_met(two_sided::abandon(view, checked_timeout(timeout_sec)), rows_of(view));
 }
 
 }  // namespace

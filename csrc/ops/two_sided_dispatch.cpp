@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops/errors.h"
+#include "ops/missed_peers.h"
 #include "ops/round_errors.h"
 #include "ops/two_sided_args.h"
 #include "ops/two_sided_host.h"
@@ -26,7 +27,7 @@ PrepareOutputs two_sided_prepare(Tensor workspace, Tensor topk_ids, std::vector<
   std::vector<RoundHeader> headers(static_cast<size_t>(ep_size));
   p.out_headers = headers.data();
   const Outcome outcome = two_sided::prepare(p);
-  raise_unless_met(outcome, p.workspace);
+  raise_unless_met(outcome, rows_of(p.workspace));
   if (outcome == Outcome::kDisagreement) raise_dispatch_disagreement(headers.data(), ep_size);
   return outputs;
 }
@@ -65,7 +66,7 @@ void two_sided_alltoallv(Tensor workspace, std::vector<Tensor> rows, Tensor send
   p.recv_counts = recv_counts_from(recv_counts, workspace, p.workspace);
   check_announced(p, rows, received);
   set_fields(p, rows, received, workspace);
-  raise_unless_met(two_sided::alltoallv(p), p.workspace);
+  raise_unless_met(two_sided::alltoallv(p), rows_of(p.workspace));
 }
 
 }  // namespace

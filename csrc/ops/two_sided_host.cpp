@@ -3,8 +3,6 @@
 #include <numeric>
 
 #include "ops/errors.h"
-#include "ops/missed_peers.h"
-#include "ops/round_errors.h"
 #include "two_sided/cpu.h"
 
 namespace moe_ep::ops {
@@ -34,11 +32,6 @@ const int32_t* send_tokens_of_round(const Tensor& send_tokens, const Tensor& wor
                     two_sided::hash_of_tokens(tokens, count) == own.round_state().send_tokens_hash;
   check(same, "send_tokens must be what prepare returned in this round");
   return tokens;
-}
-
-void raise_unless_met(Outcome outcome, const two_sided::WorkspaceView& workspace) {
-  if (outcome == Outcome::kTimeout) raise_missed(rows_of(workspace));
-  if (outcome == Outcome::kInterrupted) raise_interrupt();
 }
 
 }  // namespace moe_ep::ops

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "ops/two_sided_args.h"
-#include "transport/outcome.h"
 #include "two_sided/segment.h"
 
 namespace moe_ep::ops {
@@ -22,8 +21,5 @@ bool rows_are_delivered(const two_sided::WorkspaceView& workspace);
 // Raises unless these are the tokens that this round's prepare returned.
 const int32_t* send_tokens_of_round(const Tensor& send_tokens, const Tensor& workspace,
                                     const two_sided::WorkspaceView& view);
-
-// Raises what an outcome other than kDone and kDisagreement means.
-void raise_unless_met(Outcome outcome, const two_sided::WorkspaceView& workspace);
 
 }  // namespace moe_ep::ops
