@@ -6,7 +6,7 @@
 #   ARGS=...     arguments for what the target runs: make run ARGS="--layers 2"
 
 PYTHON ?= python3
-ABI_TORCH ?= 2.13.0
+ABI_TORCH ?= 2.11.0
 
 TORCH := $(shell $(PYTHON) tools/environment.py torch)
 ifneq ($(.SHELLSTATUS),0)
@@ -92,7 +92,7 @@ compile-cuda: ## compile every .cu for each supported architecture; needs nvcc, 
 check-wheel: build ## build a wheel and import it in an environment with nothing but torch
 	env -u PYTHONPATH bash tools/check_wheel.sh $(PY)
 
-check-abi: build ## run the library built for this torch under torch ABI_TORCH
+check-abi: build ## run the library built for this torch under the oldest, ABI_TORCH
 	bash tools/check_abi.sh $(PY) $(ABI_TORCH)
 
 clean: ## remove what was built (not .venv)

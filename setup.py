@@ -21,18 +21,22 @@ ROOT = Path(__file__).resolve().parent
 # tools/check_sources.py (make lint) tells when a list and its folders disagree.
 OPS_SOURCES = [
     "csrc/core/process_identity.cpp",
+    "csrc/one_sided/abandon.cpp",
     "csrc/one_sided/combine.cpp",
     "csrc/one_sided/dispatch.cpp",
     "csrc/one_sided/fp8_rows.cpp",
     "csrc/one_sided/initialize.cpp",
+    "csrc/one_sided/shared_batch.cpp",
     "csrc/ops/combine_args.cpp",
     "csrc/ops/dispatch_args.cpp",
+    "csrc/ops/errors.cpp",
     "csrc/ops/expert_ids.cpp",
     "csrc/ops/expert_picks.cpp",
     "csrc/ops/library.cpp",
     "csrc/ops/missed_peers.cpp",
     "csrc/ops/one_sided_combine.cpp",
     "csrc/ops/one_sided_dispatch.cpp",
+    "csrc/ops/one_sided_shared_batch.cpp",
     "csrc/ops/one_sided_workspace.cpp",
     "csrc/ops/round_errors.cpp",
     "csrc/ops/tensor_args.cpp",
@@ -44,6 +48,7 @@ OPS_SOURCES = [
     "csrc/ops/workspace_args.cpp",
     "csrc/transport/copy_row.cpp",
     "csrc/transport/reduce_rows.cpp",
+    "csrc/two_sided/abandon.cpp",
     "csrc/two_sided/alltoallv.cpp",
     "csrc/two_sided/combine.cpp",
     "csrc/two_sided/initialize.cpp",
@@ -82,6 +87,7 @@ OPS_CUDA_SOURCES = [
     "csrc/two_sided/cuda_prepare.cu",
 ]
 NATIVE_SOURCES = [
+    "csrc/bindings/errors.cpp",
     "csrc/bindings/interrupt.cpp",
     "csrc/bindings/layout.cpp",
     "csrc/bindings/memory.cpp",

@@ -8,6 +8,7 @@ from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import (
+    MoEEpAbandonedError,
     MoEEpConfigError,
     MoEEpDisagreementError,
     MoEEpError,
@@ -52,6 +53,7 @@ __all__ = [
     "GroupedGemmConfig",
     "IdentityConfig",
     "KernelConfig",
+    "MoEEpAbandonedError",
     "MoEEpCommParams",
     "MoEEpCommunication",
     "MoEEpConfigError",

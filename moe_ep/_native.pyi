@@ -1,7 +1,7 @@
 """Types of the extension module that csrc/bindings builds."""
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 # csrc/bindings/memory.cpp
@@ -203,3 +203,8 @@ def padded_scale_blocks(layout: ScaleLayout, num_blocks: int) -> int: ...
 
 def interrupt_check() -> int: ...
 def take_interrupt() -> BaseException | None: ...
+
+# csrc/bindings/errors.cpp
+
+def set_error_maker(maker: Callable[[str], BaseException | None]) -> None: ...
+def error_raiser() -> int: ...

@@ -1,10 +1,10 @@
 """What is a communication? The contract that users call, and the hooks that a backend fills in.
 
 The base class owns everything that must not differ between backends: the argument checks, the state
-machine and the translation of op errors. A backend implements `_dispatch` and `_combine`, and where
-it needs them `_check`, `_combine_input_buffer`, `_destroy`. The state belongs to the workspace,
-which several objects may share (`moe_ep.workspaces`). All that the compiled path touches of it is
-plain attributes (int, str), so that torch.compile traces a whole round into one graph.
+machine. A backend implements `_dispatch` and `_combine`, and where it needs them `_check`,
+`_combine_input_buffer`, `_destroy`. The state belongs to the workspace, which several objects may
+share (`moe_ep.workspaces`). All that the compiled path touches of it is plain attributes (int,
+str), so that torch.compile traces a whole round into one graph.
 """
 
 from __future__ import annotations
@@ -12,23 +12,31 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_ep import autograd, backward_round, checks, compiled_round, graph_names
+from moe_ep import (
+    abandoned_round,
+    autograd,
+    backward_round,
+    checks,
+    compiled_round,
+    graph_names,
+)
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.config import CommunicationConfig
 from moe_ep.construction import agree_on_construction
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import (
+    MoEEpAbandonedError,
     MoEEpDisagreementError,
     MoEEpError,
     MoEEpInputError,
     MoEEpMaskDisagreementError,
     MoEEpTimeoutError,
-    translate_op_error,
+    is_of_library,
 )
 from moe_ep.expert_major import ExpertMajorRows, permute_to_experts, unpermute_from_experts
 from moe_ep.life_cycle import LifeCycle
@@ -36,6 +44,17 @@ from moe_ep.params import MoEEpCommParams, expert_partition
 from moe_ep.workspaces import BROKEN, DISPATCHED, IDLE
 
 Result = TypeVar("Result")
+
+
+class SharedBatch(NamedTuple):
+    """A round of ranks that hold the same tokens.
+
+    rows: [n, hidden_size], where this rank puts its sums for each token, zeros where it has none.
+    end: ends the round, as a hook: returns what all ranks have put there, added up.
+    """
+
+    rows: Tensor
+    end: Callable[[], Tensor]
 
 
 class MoEEpCommunication(LifeCycle):
@@ -53,15 +72,15 @@ class MoEEpCommunication(LifeCycle):
     * `unsupported_reason(device)`;
     * `__init__(bootstrap, params, config)`, which calls this one and then sets up what it needs,
       collectively, over `self._comm`;
-    * the hooks `_dispatch`, `_combine` (needed), `_check`, `_combine_input_buffer`,
-      `_combine_inputs`, `_destroy`.
+    * the hooks `_dispatch`, `_combine` (needed), `_abandon`, `_check`, `_combine_input_buffer`,
+      `_begin_shared_batch`, `_destroy`.
 
     A backend with memory of its own has it in a `Workspace` and calls `_enter` with that one.
 
     Hooks get checked arguments and know nothing about the state machine. They report failures by
-    raising: an op's RuntimeError is translated (see `translate_op_error`), a MoEEpError passes as
-    it is. MoEEpTimeoutError, MoEEpMaskDisagreementError and any exception that is not of this
-    library break the object; after any other MoEEpError the object goes on.
+    raising; ops of the library raise its errors (see `moe_ep.errors`). MoEEpTimeoutError,
+    MoEEpMaskDisagreementError and any exception that is not of this library break the object; after
+    any other error the object goes on.
     A backend that takes more keywords (`active_rank_mask`) overrides `dispatch` and `combine` with
     the longer signature, checks the extra argument and calls `_run_dispatch` / `_run_combine`.
     """
@@ -204,12 +223,29 @@ class MoEEpCommunication(LifeCycle):
 
         Raises TypeError, MoEEpConfigError, MoEEpStateError before anything is sent, with the round
         still open; MoEEpInputError after the exchange if this rank dispatched an invalid id
-        (`output` is written, the object is ready for the next round); MoEEpTimeoutError if a peer
-        does not answer in `timeout_sec`. Where the device finds out (on CUDA, but for torch_dist),
-        what it has not recorded yet when combine is called is raised by a later combine or by
-        `check`.
+        (`output` is written, the object is ready for the next round); MoEEpAbandonedError if a peer
+        has called `abandon_round`; MoEEpTimeoutError if one does not answer in `timeout_sec`. Where
+        the device finds out (on CUDA, but for torch_dist), what it has not recorded yet when
+        combine is called is raised by a later combine or by `check`.
         """
         return self._run_combine(expert_output, output=output)
+
+    def abandon_round(self) -> None:
+        """End an open round without expert outputs: what to call where an exception came between
+        dispatch and combine. Collective, in place of combine.
+
+        Peers raise MoEEpAbandonedError out of their combine, at once and with the ranks that called
+        this; on these it returns, when all have come. Everywhere the round is over, and the next
+        dispatch is as always. Where no round of this object is open, nothing happens: it can be
+        called whatever has raised. MoEEpLayer and the integrations call it by themselves.
+
+        Of the shared-memory backends on CUDA peers cannot be told: the object is broken, and they
+        time out in combine. `reinitialize` on all ranks mends that.
+
+        Waits for the peers' combine; raises MoEEpTimeoutError if one does not come to it in
+        `timeout_sec`.
+        """
+        abandoned_round.abandon(self)
 
     def get_combine_input_buffer(self, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return library memory for the expert output; handing it to combine saves a copy.
@@ -348,6 +384,11 @@ class MoEEpCommunication(LifeCycle):
         round stays open.
         """
 
+    def _abandon(self) -> bool:
+        """End the open round on all ranks, whose combine raises MoEEpAbandonedError, when all have
+        come. Return False, with nothing done, where they cannot be told."""
+        return False
+
     def _check(self) -> None:
         """Wait for the device, then raise and clear what it recorded."""
 
@@ -355,10 +396,13 @@ class MoEEpCommunication(LifeCycle):
         """Return combine's zero-copy input, [ep_size * tokens_per_rank, hidden_size], if any."""
         return None
 
-    def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
-        """Return every rank's zero-copy input in a round of `tokens_per_rank`, where this process
-        can read them: from its combine to its next dispatch. None where it cannot, or where
-        dispatch will refuse such a round."""
+    def _begin_shared_batch(self, topk_ids: Tensor) -> SharedBatch | None:
+        """Begin a round of ranks that all hold the same tokens, of which none travels. None, with
+        nothing done, where no rank can read what another makes, or there is no room.
+
+        topk_ids: [n, top_k] int32 or int64, contiguous. Raises MoEEpInputError for an id of no
+            expert, with nothing done, and MoEEpDisagreementError where the ranks' ids differ.
+        """
         return None
 
     # ---------------------------------------------------------------- the state machine
@@ -451,6 +495,21 @@ class MoEEpCommunication(LifeCycle):
         self._recorded = None
         return combined
 
+    def _run_begin_shared_batch(self, topk_ids: Tensor) -> SharedBatch | None:
+        """Begin a round of ranks that hold the same tokens; see the hook. Without gradients."""
+        self._close_left_open()
+        self._require(IDLE, "dispatch")
+        batch = self._attempt(
+            self._begin_shared_batch, topk_ids.contiguous(), before=IDLE, after=DISPATCHED
+        )
+        if batch is None:
+            self._in_round, self._shared.state = False, IDLE
+        return batch
+
+    def _run_end_shared_batch(self, batch: SharedBatch) -> Tensor:
+        self._require(DISPATCHED, "combine")
+        return self._attempt(batch.end, before=DISPATCHED, after=IDLE)
+
     def _drop_round(self) -> None:
         self._in_round = False
         self._recorded = None
@@ -478,27 +537,28 @@ class MoEEpCommunication(LifeCycle):
         shared.state = after
         return result
 
-    def _settle(self, exc: Exception, state_if_alive: str) -> NoReturn:
-        """Raise what a hook's exception means and set the state that it leaves behind."""
-        error = exc if isinstance(exc, MoEEpError) else translate_op_error(exc)
+    def _settle(self, error: Exception, state_if_alive: str) -> NoReturn:
+        """Raise a hook's exception again, and set the state that it leaves behind."""
         shared = self._shared
-        # TypeError and MoEEpError: the op said so before it sent anything, or after all was done.
+        # The library's: the op said so before it sent anything, or after all was done.
         breaks = isinstance(error, MoEEpTimeoutError | MoEEpMaskDisagreementError)
         try:
-            if breaks or not isinstance(error, MoEEpError | TypeError):
+            if breaks or not is_of_library(error):
                 shared.state = BROKEN
-                shared.broken_by = _reason(exc if error is None else error)
-                raise exc if error is None else error from None
+                shared.broken_by = _reason(error)
+                raise error from None
             # Raised when a call has done its part of the exchange, which closes the round.
-            recorded = isinstance(error, MoEEpInputError | MoEEpDisagreementError)
+            recorded = isinstance(
+                error, MoEEpInputError | MoEEpDisagreementError | MoEEpAbandonedError
+            )
             closes_round = recorded and shared.state == BROKEN
             shared.state = IDLE if closes_round else state_if_alive
             self._in_round = self._in_round and not closes_round
             raise error from None
         finally:
-            # This frame would hold them, and they its callers', until a garbage collection: what
-            # the user's frames hold would end at any time, a CUDA graph within another's capture.
-            del exc, error
+            # This frame would hold it, and it its callers', until a garbage collection: what the
+            # user's frames hold would end at any time, a CUDA graph within another's capture.
+            del error
 
     def _require(self, state: str, call: str) -> None:
         if state == DISPATCHED and compiled_round.is_open(self):

@@ -5,9 +5,6 @@ Arguments of the wrong type or dtype raise the built-in `TypeError`, as in torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from moe_ep import _native
 
 
@@ -35,6 +32,13 @@ class MoEEpMaskDisagreementError(MoEEpDisagreementError):
     """
 
 
+class MoEEpAbandonedError(MoEEpError, RuntimeError):
+    """Experts raised on some ranks, between dispatch and combine. Raised by combine on the others.
+
+    No sums were formed, the round is over on all ranks, and the object goes on.
+    """
+
+
 class MoEEpPlatformError(MoEEpError, RuntimeError):
     """The backend cannot run here. Names each rank's reason and is raised on all ranks together."""
 
@@ -56,8 +60,9 @@ class MoEEpInputError(MoEEpError, RuntimeError):
     """Values inside a tensor were wrong: expert ids outside `[0, num_experts)`, now skipped."""
 
 
-# Ops know no Python types: they raise RuntimeError whose message starts with one of these names
-# and ": ".
+# Ops know no Python types: what they throw is a message that starts with one of these names and
+# ": ". csrc/bindings/errors.cpp has it raised as what `error_of_op` makes of it, through C++ and
+# whatever calls the op, a compiled graph too.
 _RAISED_BY_OPS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
@@ -65,6 +70,7 @@ _RAISED_BY_OPS: dict[str, type[Exception]] = {
         MoEEpConfigError,
         MoEEpDisagreementError,
         MoEEpMaskDisagreementError,
+        MoEEpAbandonedError,
         MoEEpPlatformError,
         MoEEpStateError,
         MoEEpTimeoutError,
@@ -72,39 +78,29 @@ _RAISED_BY_OPS: dict[str, type[Exception]] = {
     )
 }
 _INTERRUPTED = "Interrupted"
+_OF_OP = "_moe_ep_op"
 
 
-def translate_op_error(exc: BaseException) -> BaseException | None:
-    """Return the error that an op's exception stands for, or None if it stands for none.
+def error_of_op(thrown: str) -> BaseException | None:
+    """Return the error that an op's message stands for, or None if it stands for none.
 
-    An op's message is "MoEEpTimeoutError: rank 0 waited ..."; the returned error's message is what
-    follows the name, without the C++ stack that torch may append. A wait that a signal handler
-    ended (Ctrl-C) stands for what the handler raised.
+    "MoEEpTimeoutError: rank 0 waited ..." is that class, with the message that follows its name. A
+    wait that a signal handler ended (Ctrl-C) stands for what the handler raised.
     """
-    name, found, message = str(exc).partition(": ")
+    name, found, message = thrown.partition(": ")
     if found and name == _INTERRUPTED:
         return _native.take_interrupt()
     cls = _RAISED_BY_OPS.get(name)
     if cls is None or not found:
         return None
-    return cls(message.partition("\nException raised from ")[0])
+    error = cls(message)
+    error.__dict__[_OF_OP] = True
+    return error
 
 
-def stands_for(cls: type[Exception], exc: BaseException) -> bool:
-    """Return whether an op's exception stands for an error of this class."""
-    return str(exc).startswith(f"{cls.__name__}: ")
+def is_of_library(error: BaseException) -> bool:
+    """Return whether an error is the library's, a TypeError of an op included."""
+    return isinstance(error, MoEEpError) or _OF_OP in error.__dict__
 
 
-@contextmanager
-def raise_typed_errors() -> Iterator[None]:
-    """Raise the typed error in place of an op's RuntimeError that stands for one."""
-    try:
-        yield
-    except RuntimeError as exc:
-        error = translate_op_error(exc)
-        if error is None:
-            raise
-        try:
-            raise error from None
-        finally:
-            del error  # its frames would hold it, and their callers', until a garbage collection
+_native.set_error_maker(error_of_op)

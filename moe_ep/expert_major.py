@@ -111,19 +111,7 @@ def unpermute_from_experts(
         as they are.
     """
     check_type("permuted", permuted, ExpertMajorRows)
-    check_type("rows", rows, Tensor)
-    room = permuted.expert_of_row.shape[0]
-    if rows.dim() != 2 or rows.shape[0] != room:
-        raise MoEEpConfigError(
-            f"rows must be [{room}, hidden_size], a row for each of permute_to_experts, got "
-            f"{list(rows.shape)}."
-        )
-    check_dtype("rows", rows, TOKEN_DTYPES)
-    if output is not None and (rows.shape[1], rows.dtype) != (output.shape[1], output.dtype):
-        raise MoEEpConfigError(
-            f"rows must be [{room}, {output.shape[1]}] {output.dtype}, as combine takes them, got "
-            f"{list(rows.shape)} {rows.dtype}."
-        )
+    check_rows_of_experts(rows, permuted.expert_of_row.shape[0], output)
     if apply_weights and permuted.pick_weights is None:
         raise MoEEpConfigError(
             "apply_weights must be False: dispatch was called without topk_weights."
@@ -137,6 +125,23 @@ def unpermute_from_experts(
     if permuted.is_incomplete is None:
         return combined
     return combined.masked_fill(permuted.is_incomplete.view(-1, 1), float("nan"))
+
+
+def check_rows_of_experts(rows: Tensor, num_rows: int, output: Tensor | None) -> None:
+    """Raise TypeError or MoEEpConfigError unless experts have made `num_rows` rows, which fit into
+    the output, if there is one."""
+    check_type("rows", rows, Tensor)
+    if rows.dim() != 2 or rows.shape[0] != num_rows:
+        raise MoEEpConfigError(
+            f"rows must be [{num_rows}, hidden_size], a row for each that the experts were given, "
+            f"got {list(rows.shape)}."
+        )
+    check_dtype("rows", rows, TOKEN_DTYPES)
+    if output is not None and (rows.shape[1], rows.dtype) != (output.shape[1], output.dtype):
+        raise MoEEpConfigError(
+            f"rows must be [{num_rows}, {output.shape[1]}] {output.dtype}, as combine takes them, "
+            f"got {list(rows.shape)} {rows.dtype}."
+        )
 
 
 def _as_int32(topk_ids: Tensor) -> Tensor:

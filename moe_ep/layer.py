@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from moe_ep.abandoned_round import abandoning
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_type
 from moe_ep.collectives import agree, attempt, by_rank
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.config import CommunicationConfig
+from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.experts.identity import IdentityConfig
 from moe_ep.experts.kernel import KernelConfig, SplitKernel, resolve_kernel
@@ -109,7 +112,8 @@ class MoEEpLayer(nn.Module):
         runtime_max_tokens_per_rank: as of `MoEEpCommunication.dispatch`.
 
         Partial sums over a rank's experts are rounded to the token dtype, and those of the ranks
-        added in float32, in ascending order. Raises as dispatch and combine.
+        added in float32, in ascending order. Raises as dispatch and combine. Where the experts
+        raise, or what they return is refused, the other ranks get MoEEpAbandonedError.
         """
         if isinstance(hidden_states, MoEEpTensors):
             if topk_ids is not None or topk_weights is not None:
@@ -125,7 +129,11 @@ class MoEEpLayer(nn.Module):
             tensors.topk_weights,
             runtime_max_tokens_per_rank=runtime_max_tokens_per_rank,
         )
-        return self.communication.combine(self.kernel(received), output=tensors.output)
+        rest = partial(self._run_experts, received, tensors.output)
+        return abandoning(self.communication, rest)
+
+    def _run_experts(self, received: MoEEpDispatchResult, output: Tensor | None) -> Tensor:
+        return self.communication.combine(self.kernel(received), output=output)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, prefix: str = "") -> None:
         """Take the rank's own experts out of all experts' weights. Not collective.

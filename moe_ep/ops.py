@@ -23,6 +23,7 @@ if _library is None or _library.origin is None:
     )
 torch.ops.load_library(_library.origin)
 torch.ops.moe_ep.set_interrupt_check(_native.interrupt_check())
+torch.ops.moe_ep.set_error_raiser(_native.error_raiser())
 
 
 ONE_SIDED_BACKENDS = ("cake", "one_sided")
@@ -162,6 +163,31 @@ def _on_workspace(workspace: Tensor, geometry: list[int], ep_rank: int) -> None:
     return None
 
 
+def _abandon(workspace: Tensor, geometry: list[int], ep_rank: int, timeout_sec: int) -> None:
+    return None
+
+
+def _begin_shared_batch(
+    workspace: Tensor, topk_ids: Tensor, geometry: list[int], ep_rank: int, timeout_sec: int
+) -> None:
+    return None
+
+
+def _end_shared_batch(
+    workspace: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    num_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    timeout_sec: int,
+) -> Tensor:
+    return workspace.new_empty((num_tokens, hidden_size), dtype=dtype)
+
+
+torch.library.register_fake("moe_ep::two_sided_abandon", _abandon)
+
+
 @torch.library.register_fake("moe_ep::leave")
 def _(workspace: Tensor, ep_rank: int) -> None:
     return None
@@ -176,6 +202,9 @@ for _backend in ONE_SIDED_BACKENDS:
         "combine": _combine,
         "combine_out": _combine_out,
         "combine_quantized": _combine_quantized,
+        "abandon": _abandon,
+        "begin_shared_batch": _begin_shared_batch,
+        "end_shared_batch": _end_shared_batch,
         "check": _on_workspace,
         "forget": _on_workspace,
     }.items():
@@ -254,3 +283,47 @@ def _(topk_ids: Tensor, recv_token_counts: Tensor, invalid_expert_id: int) -> No
 @torch.library.register_fake("moe_ep::active_rank_mask")
 def _(ranks: list[int], ep_size: int) -> Tensor:
     return torch.empty((_native.rank_mask_words(ep_size),), dtype=torch.uint64, device="cpu")
+
+
+# ---------------------------------------------------------------- picks, on the host
+
+
+@torch.library.register_fake("moe_ep::group_picks")
+def _(
+    topk_ids: Tensor,
+    first_expert: int,
+    alignment: int,
+    counts: Tensor,
+    offsets: Tensor,
+    row_of_pick: Tensor,
+    pick_of_row: Tensor,
+) -> bool:
+    return True  # as the answer depends on values: there is room for any picks
+
+
+@torch.library.register_fake("moe_ep::rows_of_picks")
+def _(
+    source: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = torch.library.get_ctx().new_dynamic_size(min=1)
+    return (
+        source.new_empty((num_rows, source.shape[1])),
+        topk_ids.new_empty((num_rows, 1), dtype=torch.int64),
+        topk_ids.new_empty(topk_ids.shape, dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("moe_ep::copy_rows")
+def _(source: Tensor, index: Tensor, output: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("moe_ep::sum_rows")
+def _(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of_pick: Tensor,
+    output: Tensor,
+    zero_others: bool = False,
+) -> None:
+    return None

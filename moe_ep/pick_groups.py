@@ -65,6 +65,21 @@ def group_picks(
     return replace(groups, is_incomplete=incomplete)
 
 
+def rows_of_picks(
+    source: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a row for each pick of a local expert, in the order of their groups, where the host
+    may read: rows [M, *], their local experts [M, 1] int64, and row_of_pick as of PickGroups.
+
+    source: [N, *]. topk_ids: [N, top_k] int32 or int64, global. Where no pick is local, there is
+    one row of zeros, for the first expert.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.moe_ep.rows_of_picks(
+        dense_rows(source), topk_ids.contiguous(), first_expert, num_experts
+    )
+    return found
+
+
 def rows_or_zeros(source: Tensor, index: Tensor) -> Tensor:
     """Return rows `index` of the source, zeros where that is the number of its rows."""
     num_rows = source.shape[0]

@@ -9,20 +9,25 @@ from moe_ep.tensors import dense_rows, host_may_read
 
 
 def sum_of_picks(
-    rows: Tensor, weights: Tensor | None, row_of_pick: Tensor, output: Tensor | None = None
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of_pick: Tensor,
+    output: Tensor | None = None,
+    *,
+    zero_others: bool = False,
 ) -> Tensor:
     """Return [N, *] in the rows' dtype: the rows of each pick, times their weights.
 
     rows: [M, *]. weights: [N, top_k] float32, or None. row_of_pick: [N, top_k] int64, M for a pick
     that has none. output: where the host may read: to write to; a row without a pick stays as it
-    is.
+    is, or with zero_others becomes zeros.
     """
     if not host_may_read(row_of_pick):
         return _slot_by_slot(rows, weights, row_of_pick)
     if output is None:
-        output = rows.new_zeros((row_of_pick.shape[0], rows.shape[1]))
+        output, zero_others = rows.new_empty((row_of_pick.shape[0], rows.shape[1])), True
     factors = None if weights is None else weights.float().contiguous()
-    torch.ops.moe_ep.sum_rows(dense_rows(rows), factors, row_of_pick, output)
+    torch.ops.moe_ep.sum_rows(dense_rows(rows), factors, row_of_pick, output, zero_others)
     return output
 
 

@@ -162,7 +162,10 @@ class Workspace:
                 "re-create those that share it"
             )
         elif state == IDLE:
-            problem = f"{call} while a round is open: call combine first, of zeros if need be"
+            problem = (
+                f"{call} while a round is open: call combine first. Where an exception has come "
+                "between, abandon_round in its place tells the peers"
+            )
         else:
             problem = f"{call} without an open round: call dispatch first"
         raise MoEEpStateError(f"{problem} ({who}).")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the op library that was built for one torch under another one: check_abi.sh PYTHON TORCH_VERSION
-# Nothing is compiled here: the README's example runs with the extensions that PYTHON built in moe_ep.
+# Nothing is built here: the README's example and some tests of compiled graphs, whose ways differ most between
+# versions of torch, run with the extensions that PYTHON built in moe_ep.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "$1")
@@ -16,7 +17,8 @@ if [[ "${built_with%%+*}" == "$version" ]]; then
 fi
 if [[ ! -e $environment/complete ]]; then
   "$python" -m venv "$environment"
-  if ! "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$version" numpy; then
+  if ! "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$version" numpy \
+    pytest pytest-timeout hypothesis; then
     echo "skipped: pip cannot install torch $version here"
     exit 0
   fi
@@ -27,3 +29,4 @@ sha256sum moe_ep/_ops.abi3.so
 sed -n '/^```python$/,/^```$/{/^```/d;p}' README.md > "$environment/example.py"
 PYTHONPATH=$PWD "$environment/bin/python" -m torch.distributed.run --standalone --nproc-per-node=2 \
   "$environment/example.py"
+"$environment/bin/python" -m pytest tests/compile/test_op_form.py -k "clones or x4"

@@ -8,5 +8,6 @@ namespace moe_ep::bindings {
 void bind_memory(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_interrupt(pybind11::module_& m);
+void bind_errors(pybind11::module_& m);
 
 }  // namespace moe_ep::bindings

@@ -8,7 +8,7 @@
 namespace py = pybind11;
 
 PYBIND11_MODULE(_native, m) {
-  m.doc() = "Control plane of moe_ep: shared memory, layout queries, interrupts.";
+  m.doc() = "Control plane of moe_ep: shared memory, layout queries, interrupts, errors.";
   // As Python's own functions do: OSError with errno, so that a passed deadline is a TimeoutError.
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -21,4 +21,5 @@ PYBIND11_MODULE(_native, m) {
   moe_ep::bindings::bind_memory(m);
   moe_ep::bindings::bind_layout(m);
   moe_ep::bindings::bind_interrupt(m);
+  moe_ep::bindings::bind_errors(m);
 }

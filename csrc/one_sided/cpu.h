@@ -13,4 +13,9 @@ void initialize(const WorkspaceView& workspace);
 Outcome dispatch(const DispatchParams& params, const ParallelFor& parallel_for);
 Outcome combine(const CombineParams& params, const ParallelFor& parallel_for);
 
+// In place of combine, by a rank that has no rows for its peers: see Agreement.
+Outcome abandon(const WorkspaceView& workspace, int32_t timeout_sec);
+// After either of them has returned kAbandoned.
+RankMask who_abandoned(const WorkspaceView& workspace);
+
 }  // namespace moe_ep::one_sided

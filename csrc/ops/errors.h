@@ -1,19 +1,24 @@
-// How ops fail: one exception, whose message starts with the name of the Python error that it
-// stands for. The Python layer raises that error; compiled graphs show the message in a
-// RuntimeError.
+// How ops fail: with a message that starts with the name of the Python error that it stands for. In
+// a process with Python the op raises that error; in one without, a runtime_error has the message.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
-#include <stdexcept>
+#include <string>
 
 namespace moe_ep::ops {
+
+// address: of an ErrorRaiser for all ops of this process; 0: none.
+void set_error_raiser(int64_t address);
+
+[[noreturn]] void raise(const std::string& message);
 
 template <typename... Parts>
 [[noreturn]] void fail(const char* error, const Parts&... parts) {
   std::ostringstream message;
   message << error << ": ";
   (message << ... << parts);
-  throw std::runtime_error(message.str());
+  raise(message.str());
 }
 
 // For what the caller passed.

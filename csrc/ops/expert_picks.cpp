@@ -2,11 +2,14 @@
 // other devices, and in compiled graphs, Python takes torch's own ops: moe_ep/pick_groups.py and
 // moe_ep/pick_sums.py, which also say what a group and a pick are.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "core/limits.h"
@@ -76,6 +79,71 @@ bool group_picks(Tensor topk_ids, int64_t first_expert, int64_t alignment, Tenso
   return all_found_room;
 }
 
+// A row for each pick of a local expert, in the order that group_picks gives them without
+// alignment: rows [M, columns]; experts [M, 1], their local ids; row_of_pick [num_rows, top_k], M
+// for a pick that has none. Where no pick is local, M is 1: zeros for the first expert.
+template <typename Id>
+std::tuple<Tensor, Tensor, Tensor> rows_of_picks_from(const Tensor& source, const Id* ids,
+                                                      int64_t num_rows, int64_t top_k,
+                                                      int64_t first_expert, int64_t num_experts) {
+  const int64_t num_picks = num_rows * top_k;
+  const auto is_local = [&](Id id) {
+    return id >= first_expert && id - first_expert < num_experts;
+  };
+  std::vector<int64_t> next(static_cast<size_t>(num_experts) + 1);  // of each expert
+  for (int64_t pick = 0; pick < num_picks; ++pick) {
+    if (is_local(ids[pick])) ++next[static_cast<size_t>(ids[pick] - first_expert) + 1];
+  }
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  const int64_t num_local = next.back(), room = std::max<int64_t>(num_local, 1);
+  Tensor rows = torch::stable::new_empty(source, {room, source.size(1)});
+  Tensor experts = torch::stable::new_empty(source, {room, 1}, ScalarType::Long);
+  Tensor row_of_pick = torch::stable::new_empty(source, {num_rows, top_k}, ScalarType::Long);
+  auto* expert = static_cast<int64_t*>(experts.mutable_data_ptr());
+  auto* row_of = static_cast<int64_t*>(row_of_pick.mutable_data_ptr());
+  std::vector<int64_t> source_row(static_cast<size_t>(room));
+  for (int64_t pick = 0; pick < num_picks; ++pick) {
+    row_of[pick] = room;
+    if (!is_local(ids[pick])) continue;
+    const int64_t local = ids[pick] - first_expert;
+    row_of[pick] = next[static_cast<size_t>(local)]++;
+    expert[row_of[pick]] = local;
+    source_row[static_cast<size_t>(row_of[pick])] = pick / top_k;
+  }
+  const RowsIn from = rows_in(source);
+  const auto bytes = static_cast<size_t>(from.row_bytes);
+  auto* out = static_cast<uint8_t*>(rows.mutable_data_ptr());
+  ask_for_huge_pages(out, room * from.row_bytes);
+  if (num_local == 0) {
+    expert[0] = 0;
+    std::memset(out, 0, bytes);
+  }
+  torch_parallel_for()(0, num_local, kRowsPerChunk, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = source_row[static_cast<size_t>(i)];
+      std::memcpy(out + i * from.row_bytes, from.data + row * from.stride, bytes);
+    }
+  });
+  return {rows, experts, row_of_pick};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rows_of_picks(Tensor source, Tensor topk_ids,
+                                                 int64_t first_expert, int64_t num_experts) {
+  dense_rows("source", source);
+  check(topk_ids.dim() == 2 && topk_ids.is_contiguous() && topk_ids.size(0) == source.size(0),
+        "topk_ids must be contiguous [", source.size(0), ", top_k], a row for each of source");
+  check(first_expert >= 0 && num_experts >= 0, "first_expert and num_experts must not be negative");
+  const int64_t top_k = topk_ids.size(1);
+  const auto of = [&](auto* ids) {
+    return rows_of_picks_from(source, ids, source.size(0), top_k, first_expert, num_experts);
+  };
+  if (topk_ids.scalar_type() == ScalarType::Long) {
+    return of(static_cast<const int64_t*>(topk_ids.const_data_ptr()));
+  }
+  check_dtype(topk_ids.scalar_type() == ScalarType::Int, "topk_ids must be int32 or int64");
+  return of(static_cast<const int32_t*>(topk_ids.const_data_ptr()));
+}
+
 // Fills row i of the output with row index[i] of the source, or with zeros where there is none.
 void copy_rows(Tensor source, Tensor index, Tensor output) {
   const RowsIn from = dense_rows("source", source);
@@ -97,8 +165,10 @@ void copy_rows(Tensor source, Tensor index, Tensor output) {
 }
 
 // Fills row n of the output with the sum of the rows of its picks, times their weights: in float32
-// and in the order of the picks, rounded once. Where no pick has a row, it stays as it is.
-void sum_rows(Tensor rows, std::optional<Tensor> weights, Tensor row_of_pick, Tensor output) {
+// and in the order of the picks, rounded once. Where no pick has a row, it stays as it is, or
+// becomes zeros.
+void sum_rows(Tensor rows, std::optional<Tensor> weights, Tensor row_of_pick, Tensor output,
+              bool zero_others) {
   const RowsIn from = dense_rows("rows", rows);
   const RowsIn sums = dense_rows("output", output);
   const RowType type = row_type_from(rows.scalar_type());
@@ -126,32 +196,8 @@ void sum_rows(Tensor rows, std::optional<Tensor> weights, Tensor row_of_pick, Te
         addends[count] = from.data + picks[pick] * from.stride;
         factor[count++] = factors == nullptr ? 1.0f : factors[pick];
       }
-      if (count == 0) continue;
+      if (count == 0 && !zero_others) continue;
       reduce_weighted_rows(addends, factor, count, rows.size(1), type, out + n * sums.stride);
-    }
-  });
-}
-
-// Fills row n of the output with the sum of the tensors' rows n: in float32 and in the order of the
-// tensors, rounded once.
-void sum_tensors(std::vector<Tensor> tensors, Tensor output) {
-  const RowsIn sums = dense_rows("output", output);
-  const RowType type = row_type_from(output.scalar_type());
-  check(tensors.size() <= kMaxTopK, "tensors must be at most ", kMaxTopK, ", got ", tensors.size());
-  std::vector<RowsIn> from;
-  for (const Tensor& tensor : tensors) {
-    from.push_back(dense_rows("each of tensors", tensor));
-    check(tensor.scalar_type() == output.scalar_type() && tensor.size(0) == output.size(0) &&
-              from.back().row_bytes == sums.row_bytes,
-          "each of tensors must have the shape and dtype of output");
-  }
-  auto* out = static_cast<uint8_t*>(output.mutable_data_ptr());
-  torch_parallel_for()(0, output.size(0), kRowsPerChunk, [&](int64_t begin, int64_t end) {
-    const uint8_t* addends[kMaxTopK];
-    for (int64_t n = begin; n < end; ++n) {
-      for (size_t i = 0; i < from.size(); ++i) addends[i] = from[i].data + n * from[i].stride;
-      reduce_rows(addends, static_cast<int32_t>(from.size()), output.size(1), type,
-                  out + n * sums.stride);
     }
   });
 }
@@ -160,9 +206,9 @@ void sum_tensors(std::vector<Tensor> tensors, Tensor output) {
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
   m.impl("group_picks", TORCH_BOX(&group_picks));
+  m.impl("rows_of_picks", TORCH_BOX(&rows_of_picks));
   m.impl("copy_rows", TORCH_BOX(&copy_rows));
   m.impl("sum_rows", TORCH_BOX(&sum_rows));
-  m.impl("sum_tensors", TORCH_BOX(&sum_tensors));
 }
 
 }  // namespace moe_ep::ops

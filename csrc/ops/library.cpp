@@ -39,6 +39,13 @@ void define_one_sided(Library& m, const char* backend) {
       "SymInt tokens_per_rank, int hidden_size, ScalarType dtype, int timeout_sec, int format, "
       "int scale_layout, float scalar_scale, bool enable_pdl=True, bool low_precision=False) "
       "-> (Tensor values, Tensor scales)");
+  // On the CPU: in place of combine, by a rank that has no expert outputs.
+  def("abandon(Tensor(a!) workspace, int[] geometry, int ep_rank, int timeout_sec) -> ()");
+  // On the CPU: a round of ranks that hold the same tokens, see one_sided_shared_batch.cpp.
+  def("begin_shared_batch(Tensor(a!) workspace, Tensor topk_ids, int[] geometry, int ep_rank, "
+      "int timeout_sec) -> ()");
+  def("end_shared_batch(Tensor(a!) workspace, int[] geometry, int ep_rank, SymInt num_tokens, "
+      "int hidden_size, ScalarType dtype, int timeout_sec) -> Tensor");
   def("check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   // Lets go of what the process keeps about a workspace outside of it; before the workspace ends.
   def("forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
@@ -68,6 +75,10 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def(
       "two_sided_combine_out(Tensor(a!) workspace, Tensor expert_output, Tensor send_tokens, "
       "int[] geometry, int ep_rank, int timeout_sec, Tensor(b!) output, int max_sm_count=0) -> ()");
+  // On the CPU: in place of combine, by a rank that has no expert outputs.
+  m.def(
+      "two_sided_abandon(Tensor(a!) workspace, int[] geometry, int ep_rank, int timeout_sec) -> "
+      "()");
   m.def("two_sided_initialize(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def("two_sided_check(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
   m.def("two_sided_forget(Tensor(a!) workspace, int[] geometry, int ep_rank) -> ()");
@@ -78,12 +89,17 @@ STABLE_TORCH_LIBRARY(moe_ep, m) {
   m.def(
       "group_picks(Tensor topk_ids, int first_expert, int alignment, Tensor(a!) counts, "
       "Tensor(b!) offsets, Tensor(c!) row_of_pick, Tensor(d!) pick_of_row) -> bool");
+  m.def(
+      "rows_of_picks(Tensor source, Tensor topk_ids, int first_expert, int num_experts) -> "
+      "(Tensor rows, Tensor experts, Tensor row_of_pick)");
   m.def("copy_rows(Tensor source, Tensor index, Tensor(a!) output) -> ()");
-  m.def("sum_rows(Tensor rows, Tensor? weights, Tensor row_of_pick, Tensor(a!) output) -> ()");
-  m.def("sum_tensors(Tensor[] tensors, Tensor(a!) output) -> ()");
+  m.def(
+      "sum_rows(Tensor rows, Tensor? weights, Tensor row_of_pick, Tensor(a!) output, "
+      "bool zero_others=False) -> ()");
   // On the CPU: tells peers that wait for this rank that it comes to no further round.
   m.def("leave(Tensor(a!) workspace, int ep_rank) -> ()");
   m.def("set_interrupt_check(int address) -> ()");
+  m.def("set_error_raiser(int address) -> ()");
   m.def("active_rank_mask(int[] ranks, int ep_size) -> Tensor");
   // Where the library has kernels for CUDA: the compute capability that the code was compiled for
   // which a device runs, 90 for 9.0; 0 if there is none for it.

@@ -1,4 +1,5 @@
-// The ops combine, combine_out and combine_quantized of the one-sided backends for CPU tensors.
+// The ops combine, combine_out, combine_quantized and abandon of the one-sided backends for CPU
+// tensors.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -46,6 +47,8 @@ void run(const one_sided::CombineParams& p, ControlBlock& control) {
       raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
                                  " elements of " + std::to_string(row_type_bytes(p.row_type)) +
                                  " bytes" + (p.low_precision ? ", which travel as FP8" : ""));
+    case Outcome::kAbandoned:
+      raise_abandoned(one_sided::who_abandoned(p.workspace), p.workspace.geometry.ep_size);
   }
   // Only now, when the round is closed on all ranks: raising earlier would leave the peers waiting.
   const InvalidIdRecord invalid = control.invalid_id;
@@ -97,9 +100,20 @@ std::tuple<Tensor, Tensor> combine_quantized(
   return {sums.values, sums.scales};
 }
 
+void abandon(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
+             int64_t timeout_sec) {
+  const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
+  check_state(initialised_control(view).phase == Phase::kDispatch,
+              "abandon was called before dispatch");
+  const Outcome outcome = one_sided::abandon(view, checked_timeout(timeout_sec));
+  if (outcome == Outcome::kTimeout) raise_missed(rows_of(view));
+  if (outcome == Outcome::kInterrupted) raise_interrupt();
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
+  implement_for_each(m, "abandon", TORCH_BOX(&abandon));
   implement_for_each(m, "combine", TORCH_BOX(&combine));
   implement_for_each(m, "combine_out", TORCH_BOX(&combine_out));
   implement_for_each(m, "combine_quantized", TORCH_BOX(&combine_quantized));

@@ -30,6 +30,7 @@ void run(one_sided::DispatchParams& p) {
       raise_missed(rows_of(p.workspace));
     case Outcome::kInterrupted:
       raise_interrupt();
+    case Outcome::kAbandoned:  // of a combine
     case Outcome::kDisagreement:
       raise_dispatch_disagreement(headers.data(), p.workspace.geometry.ep_size);
   }

@@ -3,7 +3,9 @@
 #include <sstream>
 
 #include "core/epoch.h"
+#include "one_sided/shared_batch.h"
 #include "ops/errors.h"
+#include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
 
@@ -34,6 +36,28 @@ const char* words_for(Missed why) {
     default:
       return "which it waited for in vain";
   }
+}
+
+// What each rank said of a round.
+std::string table_of(const RoundHeader* headers, int32_t ep_size) {
+  std::ostringstream table;
+  for (int32_t rank = 0; rank < ep_size; ++rank) {
+    const RoundHeader& header = headers[rank];
+    if (header.num_payloads == 0) continue;
+    table << "\n  rank " << rank << ": ";
+    if (header.num_payloads == one_sided::kSharedBatch) {
+      table << "a batch of all ranks, " << header.row_bytes[one_sided::kBatchTokens]
+            << " tokens, hash of topk_ids " << std::hex
+            << static_cast<uint64_t>(header.row_bytes[one_sided::kBatchRouting]) << std::dec;
+    } else {
+      table << "tokens_per_rank=" << header.tokens_per_rank << ", topk_weights "
+            << (header.has_weights ? "given" : "None") << ", eplb_local_stats "
+            << (header.has_stats ? "given" : "None") << ", payload row bytes";
+      for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
+    }
+    table << ", num_experts=" << header.num_experts << ", top_k=" << header.top_k;
+  }
+  return table.str();
 }
 
 }  // namespace
@@ -86,28 +110,32 @@ void raise_interrupt() {
 }
 
 void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {
-  std::ostringstream table;
-  for (int32_t rank = 0; rank < ep_size; ++rank) {
-    const RoundHeader& header = headers[rank];
-    if (header.num_payloads == 0) continue;
-    table << "\n  rank " << rank << ": tokens_per_rank=" << header.tokens_per_rank
-          << ", topk_weights " << (header.has_weights ? "given" : "None") << ", eplb_local_stats "
-          << (header.has_stats ? "given" : "None") << ", payload row bytes";
-    for (int32_t i = 0; i < header.num_payloads; ++i) table << ' ' << header.row_bytes[i];
-    table << ", num_experts=" << header.num_experts << ", top_k=" << header.top_k;
-  }
   fail("MoEEpDisagreementError",
        "the ranks called dispatch with different arguments; no data was delivered. All must call "
        "the same layer, and "
        "runtime_max_tokens_per_rank, the row widths and whether topk_weights and eplb_local_stats "
        "are given must be the same on all ranks:",
-       table.str());
+       table_of(headers, ep_size));
+}
+
+void raise_batch_disagreement(const RoundHeader* headers, int32_t ep_size) {
+  fail("MoEEpDisagreementError",
+       "the ranks were told to hold the same batch (tp_size), and hold different ones; nothing was "
+       "computed. The number of tokens, and the experts of each, must be the same on all of them:",
+       table_of(headers, ep_size));
 }
 
 void raise_combine_disagreement(const std::string& expert_outputs) {
   fail("MoEEpDisagreementError",
        "the ranks called combine with expert outputs of different width, dtype or precision",
        expert_outputs, ". No sums were formed, the round is over");
+}
+
+void raise_abandoned(const RankMask& ranks, int32_t ep_size) {
+  fail("MoEEpAbandonedError", "no sums were formed, since experts raised on rank(s) ",
+       ranks_in(ranks, ep_size),
+       ", or what stands between dispatch and combine there: see what was raised on them. The "
+       "round is over on all ranks, and the next dispatch is as always");
 }
 
 }  // namespace moe_ep::ops

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/rank_mask.h"
 #include "core/status.h"
 #include "core/workspace_layout.h"
 
@@ -19,7 +20,11 @@ namespace moe_ep::ops {
 
 // headers: [ep_size], what each rank said; zeros where it said nothing.
 [[noreturn]] void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size);
+// The same in a round of a batch that all ranks should hold.
+[[noreturn]] void raise_batch_disagreement(const RoundHeader* headers, int32_t ep_size);
 // expert_outputs: those that this rank gave, in words; may be empty.
 [[noreturn]] void raise_combine_disagreement(const std::string& expert_outputs);
+// ranks: those that had no expert outputs.
+[[noreturn]] void raise_abandoned(const RankMask& ranks, int32_t ep_size);
 
 }  // namespace moe_ep::ops

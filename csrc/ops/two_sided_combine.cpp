@@ -1,4 +1,4 @@
-// The ops moe_ep::two_sided_combine and two_sided_combine_out for CPU tensors.
+// The ops moe_ep::two_sided_combine, two_sided_combine_out and two_sided_abandon for CPU tensors.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -39,6 +39,9 @@ two_sided::CombineParams combine_params(const Tensor& workspace, const Tensor& e
 void run(const two_sided::CombineParams& p) {
   const Outcome outcome = two_sided::combine(p);
   raise_unless_met(outcome, p.workspace);
+  if (outcome == Outcome::kAbandoned) {
+    raise_abandoned(two_sided::who_abandoned(p.workspace), p.workspace.geometry.ep_size);
+  }
   if (outcome == Outcome::kDisagreement) {
     raise_combine_disagreement("; this rank's have " + std::to_string(p.hidden_size) +
                                " elements of " + std::to_string(row_type_bytes(p.row_type)) +
@@ -89,9 +92,18 @@ void two_sided_combine_out(Tensor workspace, Tensor expert_output, Tensor send_t
   raise_recorded_ids(p.workspace);
 }
 
+void two_sided_abandon(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
+                       int64_t timeout_sec) {
+  const two_sided::WorkspaceView view = two_sided_workspace(workspace, geometry, ep_rank);
+  check_state(initialised_control(view).phase == Phase::kDispatch && rows_are_delivered(view),
+              "abandon was called before alltoallv");
+  raise_unless_met(two_sided::abandon(view, checked_timeout(timeout_sec)), view);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moe_ep, CPU, m) {
+  m.impl("two_sided_abandon", TORCH_BOX(&two_sided_abandon));
   m.impl("two_sided_combine", TORCH_BOX(&two_sided_combine));
   m.impl("two_sided_combine_out", TORCH_BOX(&two_sided_combine_out));
 }

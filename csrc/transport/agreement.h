@@ -18,6 +18,9 @@
 
 namespace moe_ep {
 
+// As the row type of a combine flag: the rank has no rows, and no round with such a flag has sums.
+inline constexpr int32_t kAbandoned = -1;
+
 // `SegmentOf(rank)` gives a segment with control(), round_header(source) and combine_flag(owner).
 template <typename SegmentOf>
 class Agreement {
@@ -102,10 +105,29 @@ class Agreement {
     });
     const Outcome met = wait_for_flags(deadline_in(how_.timeout_sec));
     if (met != Outcome::kDone) return met;
+    if (!(who_abandoned() == RankMask{})) return Outcome::kAbandoned;
     bool agree = true;
     for_each_peer(
         [&](int32_t peer) { agree = agree && same_rows(own().combine_flag(peer), rows); });
     return agree ? Outcome::kDone : Outcome::kDisagreement;
+  }
+
+  // In place of meet_in_combine, by a rank that has no rows for its peers. They get kAbandoned, and
+  // so does it: the round is over on all of them.
+  Outcome abandon() const {
+    control_.phase = Phase::kIdle;
+    CombineFlag none{};
+    none.row_type = kAbandoned;
+    return meet_in_combine(none);
+  }
+
+  // Of a round in which this rank has met the others in combine.
+  RankMask who_abandoned() const {
+    RankMask ranks;
+    for_each_peer([&](int32_t peer) {
+      if (own().combine_flag(peer).row_type == kAbandoned) ranks.insert(peer);
+    });
+    return ranks;
   }
 
  private:

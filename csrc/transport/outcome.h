@@ -11,6 +11,8 @@ enum class Outcome {
   kInterrupted,
   // The ranks called with different arguments, and all of them know. The round is closed.
   kDisagreement,
+  // In combine a rank had no rows, and all know which. The round is closed, without sums.
+  kAbandoned,
 };
 
 }  // namespace moe_ep

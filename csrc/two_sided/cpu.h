@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/rank_mask.h"
 #include "transport/outcome.h"
 #include "two_sided/params.h"
 
@@ -19,5 +20,10 @@ uint64_t hash_of_tokens(const int32_t* send_tokens, int64_t count);
 Outcome prepare(const PrepareParams& params);
 Outcome alltoallv(const AlltoallvParams& params);
 Outcome combine(const CombineParams& params);
+
+// In place of combine, by a rank that has no rows for its peers: see Agreement.
+Outcome abandon(const WorkspaceView& workspace, int32_t timeout_sec);
+// After either of them has returned kAbandoned.
+RankMask who_abandoned(const WorkspaceView& workspace);
 
 }  // namespace moe_ep::two_sided

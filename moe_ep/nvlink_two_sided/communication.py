@@ -52,7 +52,8 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
         config = NVLinkTwoSidedConfig() if config is None else config
         super().__init__(bootstrap, params, config)
         self._max_sm_count = config.max_sm_count or 0
-        self._send_tokens: Tensor | None = None  # of the open round
+        # Of the open round: a CUDA graph that Inductor makes may leave no tensor behind.
+        self._send_tokens: Tensor | None = None
 
     @staticmethod
     def _layout_of(
@@ -142,11 +143,11 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
         with self._on_stream():
             rows = dense_rows(expert_output)
             where = (self._workspace, rows, self._send_tokens, self._geometry, self.ep_rank)
-            self._send_tokens = None  # a CUDA graph of Inductor's may leave no tensor behind
             if output is None:
                 combined: Tensor = torch.ops.moe_ep.two_sided_combine(
                     *where, num_tokens, self._timeout_sec, self._max_sm_count
                 )
+                self._send_tokens = None
                 return combined
 
             def combine_into(sums: Tensor) -> None:
@@ -155,7 +156,16 @@ class NVLinkTwoSidedAlltoAll(SharedMemoryAlltoAll):
                 )
 
             fill_with_sums(output, combine_into)
+            self._send_tokens = None
             return output
+
+    def _abandon(self) -> bool:
+        if self.device.type != "cpu":
+            return False  # kernels wait there
+        self._send_tokens = None
+        where = (self._workspace, self._geometry, self.ep_rank)
+        torch.ops.moe_ep.two_sided_abandon(*where, self._timeout_sec)
+        return True
 
     def _check(self) -> None:
         with self._on_stream():

@@ -27,7 +27,6 @@ from torch import Tensor
 
 import moe_ep.ops  # noqa: F401  (loads the ops)
 from moe_ep._native import FifoGeometry
-from moe_ep.errors import raise_typed_errors
 from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 
 __all__ = [
@@ -68,15 +67,13 @@ def workspace_size_per_rank(geometry: FifoGeometry) -> int:
 def initialize(workspace: Tensor, geometry: FifoGeometry, ep_rank: int) -> None:
     """Prepare this rank's own row: epoch 0, all FIFOs empty. A barrier must follow before the first
     `prepare`. On CUDA it waits for the stream."""
-    with raise_typed_errors():
-        torch.ops.moe_ep.two_sided_initialize(workspace, geometry.fields(), ep_rank)
+    torch.ops.moe_ep.two_sided_initialize(workspace, geometry.fields(), ep_rank)
 
 
 def forget(workspace: Tensor, geometry: FifoGeometry, ep_rank: int) -> None:
     """Let go of what the process keeps about an initialised workspace outside of it; on the CPU,
     nothing. Waits for this rank's own rounds. To be called before the workspace is freed."""
-    with raise_typed_errors():
-        torch.ops.moe_ep.two_sided_forget(workspace, geometry.fields(), ep_rank)
+    torch.ops.moe_ep.two_sided_forget(workspace, geometry.fields(), ep_rank)
 
 
 def prepare(
@@ -107,20 +104,19 @@ def prepare(
     MoEEpStateError before anything is sent; MoEEpTimeoutError.
     """
     tpr = geometry.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
-    with raise_typed_errors():
-        return Routing(
-            *torch.ops.moe_ep.two_sided_prepare(
-                workspace,
-                topk_ids,
-                geometry.fields(),
-                ep_rank,
-                invalid_expert_id,
-                tpr,
-                list(row_bytes),
-                has_weights,
-                timeout_sec,
-            )
+    return Routing(
+        *torch.ops.moe_ep.two_sided_prepare(
+            workspace,
+            topk_ids,
+            geometry.fields(),
+            ep_rank,
+            invalid_expert_id,
+            tpr,
+            list(row_bytes),
+            has_weights,
+            timeout_sec,
         )
+    )
 
 
 def alltoallv(
@@ -146,18 +142,17 @@ def alltoallv(
     On CUDA, where a peer does not answer in time, `routing.recv_counts` become 0.
     Raises MoEEpConfigError and MoEEpStateError before anything is sent; MoEEpTimeoutError.
     """
-    with raise_typed_errors():
-        torch.ops.moe_ep.two_sided_alltoallv(
-            workspace,
-            list(rows),
-            routing.send_tokens,
-            geometry.fields(),
-            ep_rank,
-            timeout_sec,
-            list(received),
-            routing.recv_counts,
-            max_sm_count or 0,
-        )
+    torch.ops.moe_ep.two_sided_alltoallv(
+        workspace,
+        list(rows),
+        routing.send_tokens,
+        geometry.fields(),
+        ep_rank,
+        timeout_sec,
+        list(received),
+        routing.recv_counts,
+        max_sm_count or 0,
+    )
 
 
 def combine(
@@ -186,17 +181,15 @@ def combine(
     """
     where = (workspace, expert_output, routing.send_tokens, geometry.fields(), ep_rank)
     sms = max_sm_count or 0
-    with raise_typed_errors():
-        if output is not None:
-            torch.ops.moe_ep.two_sided_combine_out(*where, timeout_sec, output, sms)
-            return output
-        num_tokens = routing.topk_ids.shape[0]
-        sums: Tensor = torch.ops.moe_ep.two_sided_combine(*where, num_tokens, timeout_sec, sms)
-        return sums
+    if output is not None:
+        torch.ops.moe_ep.two_sided_combine_out(*where, timeout_sec, output, sms)
+        return output
+    num_tokens = routing.topk_ids.shape[0]
+    sums: Tensor = torch.ops.moe_ep.two_sided_combine(*where, num_tokens, timeout_sec, sms)
+    return sums
 
 
 def check(workspace: Tensor, geometry: FifoGeometry, ep_rank: int) -> None:
     """Raise what this rank's round recorded: MoEEpTimeoutError, or MoEEpInputError for the round in
     flight; on CUDA also MoEEpDisagreementError, after waiting for this rank's own rounds."""
-    with raise_typed_errors():
-        torch.ops.moe_ep.two_sided_check(workspace, geometry.fields(), ep_rank)
+    torch.ops.moe_ep.two_sided_check(workspace, geometry.fields(), ep_rank)

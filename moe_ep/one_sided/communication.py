@@ -4,6 +4,7 @@ ops a round.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,8 +14,10 @@ from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_dtype, check_type
+from moe_ep.communication import SharedBatch
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
+from moe_ep.limits import MAX_TOP_K
 from moe_ep.one_sided import received
 from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.kernels import OneSidedKernels
@@ -49,6 +52,7 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
         self._ops = self._kernels.ops
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
+        self._most_combine_rows: Tensor | None = None
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
 
     def _join(self, bootstrap: BootstrapConfig, config: OneSidedConfig) -> Workspace:
@@ -203,22 +207,45 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
     def _combine_input_buffer(self) -> Tensor | None:
         if self._low_precision:
             return None  # rows are quantised on their way into the workspace
-        return self._combine_rows(self.ep_rank, self._tokens_per_rank)
+        return self._combine_rows(self._tokens_per_rank)
 
-    def _combine_inputs(self, tokens_per_rank: int) -> list[Tensor] | None:
+    def _abandon(self) -> bool:
+        if self.device.type != "cpu":
+            return False  # kernels wait there
+        self._ops.abandon(self._workspace, self._geometry, self.ep_rank, self._timeout_sec)
+        return True
+
+    def _begin_shared_batch(self, topk_ids: Tensor) -> SharedBatch | None:
         # On CUDA another rank's rows are for kernels, which order what they read.
-        if self._low_precision or self.device.type != "cpu" or self._destroyed:
+        if self._low_precision or self.device.type != "cpu" or self.ep_size > MAX_TOP_K:
             return None
-        if tokens_per_rank > self.params.max_tokens_per_rank:
+        num_tokens = topk_ids.shape[0]
+        if num_tokens > self.ep_size * self.params.max_tokens_per_rank:
             return None
-        return [self._combine_rows(rank, tokens_per_rank) for rank in range(self.ep_size)]
+        where = (self._workspace, self._geometry, self.ep_rank)
+        self._ops.begin_shared_batch(
+            self._workspace, topk_ids, self._geometry, self.ep_rank, self._timeout_sec
+        )
+        what = (num_tokens, self.params.hidden_size, self.params.token_dtype)
+        end = partial(self._ops.end_shared_batch, *where, *what, self._timeout_sec)
+        return SharedBatch(self._all_combine_rows()[:num_tokens], end)
 
-    def _combine_rows(self, rank: int, tokens_per_rank: int) -> Tensor:
+    def _all_combine_rows(self) -> Tensor:
+        """Return the input of combine in a round of the most tokens."""
+        if self._most_combine_rows is None:
+            self._most_combine_rows = self._combine_rows(self.params.max_tokens_per_rank)
+        return self._most_combine_rows
+
+    def _combine_rows(self, tokens_per_rank: int) -> Tensor:
         return received.combine_input_buffer(
             self._workspace,
             self._layout,
-            rank,
+            self.ep_rank,
             tokens_per_rank,
             self.params.hidden_size,
             self.params.token_dtype,
         )
+
+    def _destroy(self) -> None:
+        self._most_combine_rows = None
+        super()._destroy()

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.checks import check_type
-from moe_ep.errors import MoEEpConfigError, raise_typed_errors
+from moe_ep.errors import MoEEpConfigError
 from moe_ep.limits import DEFAULT_TIMEOUT_SEC
 from moe_ep.one_sided.ops import OneSidedOps
 from moe_ep.one_sided.received import ReceivedTokens, run_dispatch
@@ -30,15 +30,13 @@ class OneSidedKernels:
     def initialize(self, workspace: Tensor, geometry: Geometry, ep_rank: int) -> None:
         """Prepare this rank's own row: epoch 0, nothing signalled. A barrier must follow before the
         first dispatch. On CUDA it waits for the stream."""
-        with raise_typed_errors():
-            self.ops.initialize(workspace, geometry.fields(), ep_rank)
+        self.ops.initialize(workspace, geometry.fields(), ep_rank)
 
     def forget(self, workspace: Tensor, geometry: Geometry, ep_rank: int) -> None:
         """Let go of what the process keeps about an initialised workspace outside of it; on the
         CPU, nothing. Waits for this rank's own rounds. To be called before the workspace is
         freed."""
-        with raise_typed_errors():
-            self.ops.forget(workspace, geometry.fields(), ep_rank)
+        self.ops.forget(workspace, geometry.fields(), ep_rank)
 
     def dispatch(
         self,
@@ -73,23 +71,22 @@ class OneSidedKernels:
         does.
         """
         tpr = geometry.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
-        with raise_typed_errors():
-            return run_dispatch(
-                self.ops,
-                workspace,
-                geometry,
-                geometry.fields(),
-                ep_rank,
-                topk_ids,
-                topk_weights,
-                list(payloads),
-                eplb_local_stats=eplb_local_stats,
-                active_rank_mask=active_rank_mask,
-                invalid_expert_id=invalid_expert_id,
-                tokens_per_rank=tpr,
-                timeout_sec=timeout_sec,
-                enable_pdl=enable_pdl,
-            )
+        return run_dispatch(
+            self.ops,
+            workspace,
+            geometry,
+            geometry.fields(),
+            ep_rank,
+            topk_ids,
+            topk_weights,
+            list(payloads),
+            eplb_local_stats=eplb_local_stats,
+            active_rank_mask=active_rank_mask,
+            invalid_expert_id=invalid_expert_id,
+            tokens_per_rank=tpr,
+            timeout_sec=timeout_sec,
+            enable_pdl=enable_pdl,
+        )
 
     def combine(
         self,
@@ -156,18 +153,17 @@ class OneSidedKernels:
         )
         what = (hidden_size, expert_output.dtype, timeout_sec)
         how = (enable_pdl, use_low_precision_combine)
-        with raise_typed_errors():
-            if output_dtype is None:
-                combined: Tensor = self.ops.combine(*where, *what, *how)
-                return combined
-            values, scales = self.ops.combine_quantized(
-                *where,
-                *what,
-                int(_native.QuantFormat.__members__[output_dtype.name]),
-                int(_native.ScaleLayout.__members__[sf_layout.name]),
-                output_scalar_scale,
-                *how,
-            )
+        if output_dtype is None:
+            combined: Tensor = self.ops.combine(*where, *what, *how)
+            return combined
+        values, scales = self.ops.combine_quantized(
+            *where,
+            *what,
+            int(_native.QuantFormat.__members__[output_dtype.name]),
+            int(_native.ScaleLayout.__members__[sf_layout.name]),
+            output_scalar_scale,
+            *how,
+        )
         if output_scales is None:
             return values, scales
         output_scales.copy_(scales.view(output_scales.shape))
@@ -176,8 +172,7 @@ class OneSidedKernels:
     def check(self, workspace: Tensor, geometry: Geometry, ep_rank: int) -> None:
         """Wait for this rank's own rounds and raise what they recorded: MoEEpTimeoutError,
         MoEEpDisagreementError, or MoEEpInputError for the round in flight."""
-        with raise_typed_errors():
-            self.ops.check(workspace, geometry.fields(), ep_rank)
+        self.ops.check(workspace, geometry.fields(), ep_rank)
 
 
 def _check_unquantised(scales: Tensor | None, scalar_scale: float, layout: ScaleLayout) -> None:
@@ -223,14 +218,12 @@ def sanitize_expert_ids(
     topk_ids: [ep_size, tokens_per_rank, top_k] int32, contiguous; recv_token_counts: [ep_size]
         int32.
     """
-    with raise_typed_errors():
-        torch.ops.moe_ep.sanitize_expert_ids(topk_ids, recv_token_counts, invalid_expert_id)
+    torch.ops.moe_ep.sanitize_expert_ids(topk_ids, recv_token_counts, invalid_expert_id)
 
 
 def active_rank_mask(
     ranks: Sequence[int], ep_size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return [ceil(ep_size / 64)] torch.uint64 with bit i set for each active rank i."""
-    with raise_typed_errors():
-        mask: Tensor = torch.ops.moe_ep.active_rank_mask(list(ranks), ep_size)
+    mask: Tensor = torch.ops.moe_ep.active_rank_mask(list(ranks), ep_size)
     return mask.to(device)

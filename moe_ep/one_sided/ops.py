@@ -22,6 +22,9 @@ class OneSidedOps:
     combine: Any
     combine_out: Any
     combine_quantized: Any
+    abandon: Any
+    begin_shared_batch: Any
+    end_shared_batch: Any
     check: Any
 
     @classmethod

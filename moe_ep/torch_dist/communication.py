@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from moe_ep.checks import check_type
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.cuda_support import reason_of_absence
 from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpInputError
+from moe_ep.errors import MoEEpAbandonedError, MoEEpInputError
 from moe_ep.params import MoEEpCommParams
 from moe_ep.registry import register_communication
 from moe_ep.torch_dist.captured import CapturedRounds, OpenCapturedRound
@@ -24,7 +25,8 @@ from moe_ep.torch_dist.header import (
     require_agreement,
     unpack_headers,
 )
-from moe_ep.torch_dist.records import as_bytes, pack, unpack_into
+from moe_ep.torch_dist.partials import exchange_partials
+from moe_ep.torch_dist.records import pack, unpack_into
 from moe_ep.torch_dist.routing import Routing, owner_of_each_expert, route
 from moe_ep.torch_dist.sums import sum_by_token
 from moe_ep.torch_dist.transport import NUM_TAGS, Transport
@@ -160,23 +162,33 @@ class TorchDistAlltoAll(MoEEpCommunication):
         if isinstance(dispatched, OpenCapturedRound):
             with self._on_stream():
                 return self._captured.combine(expert_output, dispatched, output)
-        routing, recv_counts = dispatched.routing, dispatched.recv_counts
         with self._on_stream():
             self._transport.start_call(self._epoch)
-            rows = torch.cat(
-                [
-                    expert_output.narrow(0, source * tokens_per_rank, count)
-                    for source, count in enumerate(recv_counts)
-                ]
+            partials = exchange_partials(
+                self._transport,
+                expert_output.view(self.ep_size, tokens_per_rank, expert_output.shape[1]),
+                dispatched.recv_counts,
+                dispatched.routing.send_counts,
             )
-            partials = self._transport.exchange_rows(
-                "combine", as_bytes(rows), recv_counts, routing.send_counts
-            ).view(expert_output.dtype)
-            combined = sum_by_token(partials, routing, num_tokens)
+            combined = sum_by_token(partials, dispatched.routing, num_tokens)
             if output is not None:
                 combined = output.copy_(combined)
         self._raise_input_error()
         return combined
+
+    def _abandon(self) -> bool:
+        dispatched, self._open_round = self._open_round, None
+        if not isinstance(dispatched, _OpenRound):
+            return False  # in a captured graph
+        with self._on_stream(), contextlib.suppress(MoEEpAbandonedError):
+            self._transport.start_call(self._epoch)
+            counts, width = dispatched.recv_counts, self.params.hidden_size
+            nothing = torch.zeros((), dtype=self.params.token_dtype, device=self.device)
+            rows = nothing.expand(self.ep_size, max(counts), width)
+            exchange_partials(
+                self._transport, rows, counts, dispatched.routing.send_counts, abandons=True
+            )
+        return True
 
     def _check(self) -> None:
         self._raise_input_error()

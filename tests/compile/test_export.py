@@ -17,6 +17,7 @@ from moe_ep import (
     GroupedGemmConfig,
     MoEEpCommParams,
     MoEEpConfigError,
+    MoEEpInputError,
     MoEEpLayer,
     MoEEpStateError,
     SplitConfig,
@@ -59,6 +60,13 @@ def export(model: nn.Module, strict: bool = False) -> Any:
 
 def inputs_of(rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [random_inputs(PARAMS, max(0, n - rank), small_integers, 10 * n + rank) for n in TOKENS]
+
+
+def with_a_wrong_id(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    x, ids, weights = given
+    wrong = ids.clone()
+    wrong[0, 0] = PARAMS.num_experts
+    return x, wrong, weights
 
 
 def export_and_run(context: RankContext, folder: str) -> list[Tensor]:
@@ -117,6 +125,9 @@ def test_aot_inductor_compiles_a_program(tmp_path: Path) -> None:
         compiled = torch._inductor.aoti_load_package(package)
         for given in inputs_of(0):
             assert all(map(torch.equal, compiled(*given), model(*given)))
+        said = problem_of(compiled, *with_a_wrong_id(inputs_of(0)[0]))
+        # C++ stands between: the class is gone, and its name is in front of the message.
+        expect(said, RuntimeError, ["MoEEpInputError: rank 0 passed 1 expert id"])
     model.first.destroy()
     model.second.destroy()
 
@@ -131,6 +142,8 @@ def test_a_program_takes_no_workspace_along(backend: str, strict: bool) -> None:
         assert program.constants == {}
         for given in inputs_of(0):
             assert torch.equal(program.module()(*given), model(*given))
+        said = problem_of(program.module(), *with_a_wrong_id(inputs_of(0)[0]))
+        expect(said, MoEEpInputError, ["rank 0 passed 1 expert id"])
     model.destroy()
 
 

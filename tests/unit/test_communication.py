@@ -12,6 +12,7 @@ import torch
 
 import moe_ep
 from moe_ep import BootstrapConfig, MoEEpCommParams, TorchDistAlltoAll
+from moe_ep.errors import error_of_op
 
 PARAMS = MoEEpCommParams(4, 2, 8, 16)
 X = torch.ones(3, 16, dtype=torch.bfloat16)
@@ -156,9 +157,10 @@ def test_the_context_manager_destroys_also_in_an_open_round(comm):
     "failure",
     [
         moe_ep.MoEEpTimeoutError("rank 0 waited"),
-        RuntimeError("MoEEpTimeoutError: rank 0 waited"),
+        error_of_op("MoEEpTimeoutError: rank 0 waited"),
         RuntimeError("a bug"),
         KeyError("a bug"),
+        TypeError("a bug"),
     ],
 )
 @pytest.mark.parametrize("in_combine", [False, True])
@@ -184,9 +186,23 @@ class Held:
 def test_an_error_that_is_dropped_holds_nothing_of_its_callers(comm, words):
     def fails():
         held = Held()
-        comm.failure = RuntimeError(words)
+        comm.failure = error_of_op(words) or RuntimeError(words)
         with contextlib.suppress(moe_ep.MoEEpError, RuntimeError):
             dispatch(comm)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_of_an_op_that_is_dropped_holds_nothing_of_its_callers():
+    def fails():
+        held = Held()
+        with contextlib.suppress(moe_ep.MoEEpConfigError):
+            torch.ops.moe_ep.cake_check(torch.zeros(1, 64, dtype=torch.uint8), [], 0)
         return weakref.ref(held)
 
     gc.disable()
@@ -215,9 +231,9 @@ def test_what_broke_the_object_is_named_where_it_says_nothing(comm):
 @pytest.mark.parametrize("as_op", [False, True])
 def test_ranks_that_disagree_can_go_on(comm, as_op):
     comm.failure = (
-        RuntimeError("MoEEpConfigError: 4 and 8") if as_op else moe_ep.MoEEpConfigError("4 and 8")
+        error_of_op("TypeError: 4 and 8") if as_op else moe_ep.MoEEpConfigError("4 and 8")
     )
-    with pytest.raises(moe_ep.MoEEpConfigError, match="4 and 8") as raised:
+    with pytest.raises(TypeError if as_op else moe_ep.MoEEpConfigError, match="4 and 8") as raised:
         dispatch(comm)
     assert raised.value.__suppress_context__
     play_round(comm)
@@ -225,7 +241,7 @@ def test_ranks_that_disagree_can_go_on(comm, as_op):
 
 def test_an_op_that_refuses_combine_leaves_the_round_open(comm):
     result = dispatch(comm)
-    comm.failure = RuntimeError("MoEEpStateError: a clone of the workspace")
+    comm.failure = error_of_op("MoEEpStateError: a clone of the workspace")
     with pytest.raises(moe_ep.MoEEpStateError, match="a clone"):
         comm.combine(result.hidden_states)
     comm.combine(result.hidden_states)
@@ -251,7 +267,7 @@ def test_a_wrong_id_is_raised_by_check_and_then_not_again(comm):
 
 
 def test_check_raises_a_recorded_timeout_and_breaks_the_object(comm):
-    comm.failure = RuntimeError("MoEEpTimeoutError: rank 0 waited")
+    comm.failure = error_of_op("MoEEpTimeoutError: rank 0 waited")
     with pytest.raises(moe_ep.MoEEpTimeoutError):
         comm.check()
     with pytest.raises(moe_ep.MoEEpStateError, match="broken"):
@@ -266,4 +282,31 @@ def test_what_the_host_must_wait_for_is_refused_in_a_capture(comm, call, monkeyp
         on_a_gpu.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(moe_ep.MoEEpStateError, match=rf"^{call} while a CUDA graph .*after"):
             getattr(comm, call)()
+    play_round(comm)
+
+
+class Untold(TorchDistAlltoAll):
+    """A backend that cannot tell peers of an exception between dispatch and combine."""
+
+    def _abandon(self):
+        return False
+
+
+def test_a_round_that_is_abandoned_without_a_word_to_peers_breaks_the_object(monkeypatch):
+    comm = Untold(BootstrapConfig(1, 0, device="cpu"), PARAMS)
+    monkeypatch.setattr(comm, "ep_size", 2)  # as if there were peers
+    dispatch(comm)
+    try:
+        raise ArithmeticError("too much")
+    except ArithmeticError:
+        comm.abandon_round()
+    match = "abandoned on this rank by ArithmeticError: too much, .*they wait in combine"
+    with pytest.raises(moe_ep.MoEEpStateError, match=match):
+        dispatch(comm)
+
+
+def test_a_rank_alone_abandons_its_round_on_any_backend():
+    comm = Untold(BootstrapConfig(1, 0, device="cpu"), PARAMS)
+    comm.dispatch(X, torch.tensor([[0, 1], [4, 1], [2, 3]]))
+    comm.abandon_round()
     play_round(comm)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_ep import (
     BootstrapConfig,
@@ -277,8 +278,33 @@ def test_wrong_sizes_are_refused(
 def test_the_op_of_the_host_refuses_what_it_cannot_add_up() -> None:
     ids = torch.arange(8, dtype=torch.int32).view(8, 1)
     outputs = [torch.empty(size, dtype=torch.long) for size in ((8,), (9,), (8, 1), (0,))]
-    with pytest.raises(RuntimeError, match=r"alignment must be 1\.\.2147483647, got 4611"):
+    with pytest.raises(MoEEpConfigError, match=r"alignment must be 1\.\.2147483647, got 4611"):
         torch.ops.moe_ep.group_picks(ids, 0, 2**62, *outputs)
+
+
+@pytest.mark.parametrize("max_rows", [None, 8])
+def test_shapes_and_dtypes_can_be_asked_for_without_values(max_rows: int | None) -> None:
+    """In torch's FakeTensorMode, as who plans memory does."""
+
+    def there_and_back(result: MoEEpDispatchResult) -> list[Tensor]:
+        permuted = permute_to_experts(result, FIRST, COUNT, alignment=8, max_rows=max_rows)
+        back = unpermute_from_experts(permuted.hidden_states, permuted)
+        parts = (getattr(permuted, one.name) for one in fields(permuted))
+        return [*(part for part in parts if part is not None), back]
+
+    result = received(7, 3)
+    with FakeTensorMode() as mode:
+        given = {
+            one.name: getattr(result, one.name)
+            for one in fields(result)
+            if isinstance(getattr(result, one.name), Tensor)
+        }
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
+        faked = there_and_back(replace(result, **fakes))
+    real = there_and_back(result)
+    if max_rows is not None:
+        del real[-2]  # is_incomplete, where values have said that some pick has no room
+    assert [(f.shape, f.dtype) for f in faked] == [(r.shape, r.dtype) for r in real]
 
 
 def test_wrong_rows_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch.distributed as dist
@@ -30,21 +31,22 @@ class SharedCommunications:
         self.backend = backend
         self.max_tokens_per_rank = max_tokens_per_rank
         self._options = options
-        self._made: dict[tuple[int, MoEEpCommParams], MoEEpCommunication] = {}
+        self._made: dict[tuple[Hashable, ...], MoEEpCommunication] = {}
 
     def get(
         self, group: dist.ProcessGroup, num_experts: int, top_k: int, hidden_states: Tensor
     ) -> MoEEpCommunication:
         """Return the communication for tokens like `hidden_states`. Collective when it is new."""
-        params = MoEEpCommParams(
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens_per_rank=self.max_tokens_per_rank,
-            hidden_size=hidden_states.shape[-1],
-            dtype=hidden_states.dtype,
-        )
-        key = (id(group), params)  # a communication holds its group
+        # A communication holds its group.
+        key = (id(group), num_experts, top_k, hidden_states.shape[-1], hidden_states.dtype)
         if key not in self._made:
+            params = MoEEpCommParams(
+                num_experts=num_experts,
+                top_k=top_k,
+                max_tokens_per_rank=self.max_tokens_per_rank,
+                hidden_size=hidden_states.shape[-1],
+                dtype=hidden_states.dtype,
+            )
             bootstrap = BootstrapConfig.from_process_group(group, device=hidden_states.device)
             self._made[key] = create_communication(bootstrap, params, self.backend, **self._options)
         return self._made[key]

@@ -60,7 +60,7 @@ class MoEEpImplementation(EPImplementation):  # type: ignore[misc]
         given = (hidden_states, top_k_index, top_k_weights)
         experts, asks_host = self.experts_forward, self._asks_host
         if self.shares_batch:
-            sums = shared_batch.run_in_place(communication, *given, experts, asks_host=asks_host)
+            sums = shared_batch.run_in_place(communication, *given, experts)
             if sums is not None:
                 return sums
         slices, largest = None, hidden_states.shape[0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_ep.abandoned_round import abandoning
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.experts.grouped_products import GroupedLinear, require_aligned, run_two_layers
 from moe_ep.integrations.transformers import exchange
@@ -63,7 +64,8 @@ def run_layer(
     one = exchange.dispatch(
         communication, hidden_states, top_k_index, top_k_weights, tokens_per_rank
     )
-    return exchange.combine(one, _grouped_experts(experts, one))
+    made = abandoning(communication, partial(_grouped_experts, experts, one))
+    return exchange.combine(one, made)
 
 
 def _placement(experts: nn.Module) -> tuple[dist.ProcessGroup, int]:

@@ -7,18 +7,17 @@ add up what all have made of them. Else each sends its slice of the rows, and al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep.abandoned_round import abandoning
 from moe_ep.communication import MoEEpCommunication
-from moe_ep.dispatch_result import MoEEpDispatchResult
-from moe_ep.errors import MoEEpInputError
 from moe_ep.integrations.transformers import exchange
-from moe_ep.integrations.transformers.exchange import Experts, OpenRound
-from moe_ep.limits import MAX_TOP_K
+from moe_ep.integrations.transformers.exchange import Experts
 from moe_ep.tensors import host_may_read
 
 
@@ -28,8 +27,6 @@ def run_in_place(
     topk_ids: Tensor,
     topk_weights: Tensor,
     experts: Experts,
-    *,
-    asks_host: bool,
 ) -> Tensor | None:
     """Return [n, hidden_size], the weighted sums over all ranks' experts; None, with nothing done,
     where that takes more than memory of the host, or gradients, or dispatch would refuse the call.
@@ -37,46 +34,20 @@ def run_in_place(
 
     All ranks pass the same n tokens. The sums have the bits that they have where tokens travel.
 
-    Raises MoEEpInputError for an id of no expert, before anything is exchanged.
+    Raises MoEEpInputError for an id of no expert, before anything is exchanged, and
+    MoEEpDisagreementError on all ranks where they differ in n or in topk_ids. (Differences of the
+    tokens themselves, or of the weights, are not looked for.)
     """
-    num_tokens, ep_size = hidden_states.shape[0], communication.ep_size
-    if torch.is_grad_enabled() or not host_may_read(hidden_states) or ep_size > MAX_TOP_K:
+    if torch.is_grad_enabled() or not host_may_read(hidden_states):
         return None
-    tokens_per_rank = -(-num_tokens // ep_size)
-    inputs = communication._combine_inputs(tokens_per_rank)
-    if inputs is None:
+    batch = communication._run_begin_shared_batch(topk_ids)
+    if batch is None:
         return None
-    _require_expert_ids(topk_ids, communication.params.num_experts)
-    # A round without tokens. Once all are in it nobody reads what the ranks had made before, and
-    # once all have closed it everybody may read what they make here.
-    none = slice(0, 0)
-    exchange.dispatch(
-        communication, hidden_states[none], topk_ids[none], topk_weights[none], tokens_per_rank
-    )
-    everything = MoEEpDispatchResult(
-        hidden_states=hidden_states,
-        topk_ids=topk_ids,
-        topk_weights=topk_weights.float(),
-        tokens_per_rank=num_tokens,
-        hidden_states_scale=None,
-        eplb_gathered_stats=None,
-        recv_token_counts=topk_ids.new_tensor([num_tokens], dtype=torch.int32),
-    )
-    one = OpenRound(communication, everything)
-    partial = inputs[communication.ep_rank][:num_tokens].zero_()
-    exchange.run_experts(one, experts, asks_host=asks_host, output=partial)
-    exchange.combine(one, inputs[communication.ep_rank])
-    sums = hidden_states.new_empty(hidden_states.shape)
-    torch.ops.moe_ep.sum_tensors([rows[:num_tokens] for rows in inputs], sums)
-    return sums
 
-
-def _require_expert_ids(topk_ids: Tensor, num_experts: int) -> None:
-    if topk_ids.numel() > 0 and (largest := int(topk_ids.max())) >= num_experts:
-        raise MoEEpInputError(
-            f"topk_ids must be below num_experts={num_experts}, or negative for padding, got "
-            f"{largest}."
-        )
+    given = (hidden_states, topk_ids, topk_weights, experts, batch.rows)
+    run = partial(exchange.run_experts_on_host, communication, *given, zero_others=True)
+    abandoning(communication, run)
+    return communication._run_end_shared_batch(batch)
 
 
 @dataclass(frozen=True)
