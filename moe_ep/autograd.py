@@ -53,7 +53,7 @@ from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 from moe_ep.workspaces import DISPATCHED
 
 if TYPE_CHECKING:
-    from moe_ep.communication import MoEEpCommunication
+    from moe_ep.rounds import Rounds
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -63,7 +63,7 @@ def records_dispatch(run: Call) -> Call:
 
     @functools.wraps(run)
     def dispatch(
-        self: MoEEpCommunication,
+        self: Rounds,
         hidden_states: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor | None,
@@ -108,7 +108,7 @@ def records_combine(run: Call) -> Call:
 
     @functools.wraps(run)
     def combine(
-        self: MoEEpCommunication,
+        self: Rounds,
         expert_output: Tensor,
         *,
         output: Tensor | None = None,
@@ -222,7 +222,7 @@ def _refuse_inference_tensors(**tensors: Tensor | None) -> None:
             )
 
 
-def _can_record(communication: MoEEpCommunication) -> bool:
+def _can_record(communication: Rounds) -> bool:
     return communication._has_gradients and not torch.compiler.is_compiling()
 
 
@@ -230,7 +230,7 @@ def _requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def require_usual_stream(communication: MoEEpCommunication) -> None:
+def require_usual_stream(communication: Rounds) -> None:
     """Autograd runs a backward on the stream of its forward, where nobody would wait for another
     one that the user chose for the communication."""
     chosen = communication._bootstrap.stream
@@ -241,7 +241,7 @@ def require_usual_stream(communication: MoEEpCommunication) -> None:
         )
 
 
-def _refuse_library_memory(communication: MoEEpCommunication, expert_output: Tensor) -> None:
+def _refuse_library_memory(communication: Rounds, expert_output: Tensor) -> None:
     """The experts' last step may have saved what it wrote, and backward would overwrite it."""
     buffer = communication._combine_input_buffer()
     if buffer is None or buffer.numel() == 0:  # all memory of no element is at the same address

@@ -18,7 +18,7 @@ from moe_ep.errors import MoEEpConfigError, MoEEpStateError, MoEEpTimeoutError
 from moe_ep.workspaces import DISPATCHED, IDLE, IN_BACKWARD
 
 if TYPE_CHECKING:
-    from moe_ep.communication import MoEEpCommunication
+    from moe_ep.rounds import Rounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class ForwardRound:
     rows_need_grad, weights_need_grad: whether hidden_states and topk_weights required grad.
     """
 
-    communication: MoEEpCommunication
+    communication: Rounds
     num_tokens: int
     tokens_per_rank: int
     has_weights: bool
@@ -66,7 +66,7 @@ class RoutedRound:
     link: Tensor | None = None
 
 
-def close_left_open(communication: MoEEpCommunication) -> None:
+def close_left_open(communication: Rounds) -> None:
     """Close the round of a backward that reached combine and not dispatch, if one is open: this
     communication's, or of one that shares its workspace.
     """
@@ -136,7 +136,7 @@ def open_round(wanted: RoutedRound, grad_output: Tensor | None) -> Tensor:
 
 
 def close_round(
-    communication: MoEEpCommunication,
+    communication: Rounds,
     grad_rows: Tensor | None = None,
     grad_weights: Tensor | None = None,
     fill: float = 0.0,
@@ -207,13 +207,13 @@ def _combine(pending: RoutedRound, rows: Tensor) -> Tensor:
     )
 
 
-def open_in_backward(communication: MoEEpCommunication) -> RoutedRound | None:
+def open_in_backward(communication: Rounds) -> RoutedRound | None:
     """Return the round that a backward has open in the workspace, if any."""
     shared = communication._shared
     return shared.backward if shared.state == IN_BACKWARD else None
 
 
-def weight_columns_per_round(communication: MoEEpCommunication) -> int:
+def weight_columns_per_round(communication: Rounds) -> int:
     """Return how many columns of float32 fit into a row on its way back."""
     params = communication.params
     columns = params.combine_bytes_per_token // torch.float32.itemsize

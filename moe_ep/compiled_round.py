@@ -24,7 +24,7 @@ from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError, MoEEpStateError
 
 if TYPE_CHECKING:
-    from moe_ep.communication import MoEEpCommunication
+    from moe_ep.rounds import Rounds
 
 
 class TracedRound(NamedTuple):
@@ -38,7 +38,7 @@ class TracedRound(NamedTuple):
     weights_need_grad: bool
 
 
-def is_wanted(communication: MoEEpCommunication) -> bool:
+def is_wanted(communication: Rounds) -> bool:
     """Whether a dispatch that is being traced goes through the ops here."""
     if not torch.compiler.is_compiling():
         return False
@@ -48,12 +48,12 @@ def is_wanted(communication: MoEEpCommunication) -> bool:
     return needs_gradients or exports or not communication._has_graph_ops
 
 
-def is_open(communication: MoEEpCommunication) -> bool:
+def is_open(communication: Rounds) -> bool:
     """Whether a dispatch has been traced through the ops here, and its combine not yet."""
     return torch.compiler.is_compiling() and communication._traced is not None
 
 
-def require_traced_dispatch(communication: MoEEpCommunication, expert_output: Tensor) -> None:
+def require_traced_dispatch(communication: Rounds, expert_output: Tensor) -> None:
     """Raise MoEEpStateError where a combine with gradients is traced, and its dispatch was not."""
     is_alone = torch.compiler.is_compiling() and communication._traced is None
     records = torch.is_grad_enabled() and communication._has_gradients
@@ -65,7 +65,7 @@ def require_traced_dispatch(communication: MoEEpCommunication, expert_output: Te
 
 
 def dispatch(
-    communication: MoEEpCommunication,
+    communication: Rounds,
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor | None,
@@ -108,7 +108,7 @@ def dispatch(
 
 
 def combine(
-    communication: MoEEpCommunication,
+    communication: Rounds,
     expert_output: Tensor,
     *,
     num_tokens: int,

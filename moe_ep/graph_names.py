@@ -13,13 +13,13 @@ from weakref import WeakValueDictionary
 from moe_ep.errors import MoEEpStateError
 
 if TYPE_CHECKING:
-    from moe_ep.communication import MoEEpCommunication
+    from moe_ep.rounds import Rounds
 
 _MADE: Counter[str] = Counter()
-_NAMED: WeakValueDictionary[str, MoEEpCommunication] = WeakValueDictionary()
+_NAMED: WeakValueDictionary[str, Rounds] = WeakValueDictionary()
 
 
-def name(communication: MoEEpCommunication) -> str:
+def name(communication: Rounds) -> str:
     """Give a new communication the name by which graphs find it."""
     who, params = communication, communication.params
     kind = f"rank {who.ep_rank} of {who.ep_size} with {params}"
@@ -29,7 +29,7 @@ def name(communication: MoEEpCommunication) -> str:
     return graph_name
 
 
-def find(graph_name: str) -> MoEEpCommunication:
+def find(graph_name: str) -> Rounds:
     """Return the communication. Raises MoEEpStateError where it is no more, or not yet."""
     communication = _NAMED.get(graph_name)
     if communication is None:

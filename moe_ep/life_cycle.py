@@ -25,7 +25,7 @@ from moe_ep.workspaces import Workspace
 
 
 class LifeCycle(abc.ABC):
-    """A communication as its workspace knows it. Rounds are what `MoEEpCommunication` adds."""
+    """A communication as its workspace knows it. What plays rounds is `moe_ep.rounds`."""
 
     backend_name: ClassVar[str]
     """Set by `register_communication`."""

@@ -14,7 +14,6 @@ from moe_ep import _native
 from moe_ep._native import Geometry
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.checks import check_dtype, check_type
-from moe_ep.communication import SharedBatch
 from moe_ep.dispatch_result import MoEEpDispatchResult
 from moe_ep.errors import MoEEpConfigError
 from moe_ep.limits import MAX_TOP_K
@@ -23,6 +22,7 @@ from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.kernels import OneSidedKernels
 from moe_ep.one_sided.workspace import geometry_of, join_workspace
 from moe_ep.params import MoEEpCommParams
+from moe_ep.shared_batch import SharedBatch
 from moe_ep.shared_memory import SharedMemoryAlltoAll
 from moe_ep.streams import refuse_foreign_capture
 from moe_ep.tensors import dense_rows, fill_with_sums

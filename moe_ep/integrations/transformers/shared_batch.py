@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_ep import shared_batch
 from moe_ep.abandoned_round import abandoning
 from moe_ep.communication import MoEEpCommunication
 from moe_ep.integrations.transformers import exchange
@@ -40,14 +41,14 @@ def run_in_place(
     """
     if torch.is_grad_enabled() or not host_may_read(hidden_states):
         return None
-    batch = communication._run_begin_shared_batch(topk_ids)
+    batch = shared_batch.begin(communication, topk_ids)
     if batch is None:
         return None
 
     given = (hidden_states, topk_ids, topk_weights, experts, batch.rows)
     run = partial(exchange.run_experts_on_host, communication, *given, zero_others=True)
     abandoning(communication, run)
-    return communication._run_end_shared_batch(batch)
+    return shared_batch.end(communication, batch)
 
 
 @dataclass(frozen=True)
