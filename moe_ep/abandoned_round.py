@@ -80,4 +80,4 @@ def _end_alone(communication: MoEEpCommunication) -> bool:
 def _because() -> str:
     """Return what is being handled, for a message."""
     error = sys.exc_info()[1]
-    return "" if error is None else f" by {type(error).__name__}: {error}".rstrip(": ")
+    return "" if error is None else f" by {type(error).__name__}: {error}".removesuffix(": ")

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "$1")
 version=$2
-environment=build/abi-environment
+environment=build/torch-$version
 
 installed_in() { "$1" -c 'from importlib.metadata import version; print(version("torch"))'; }
 
