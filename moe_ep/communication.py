@@ -237,7 +237,8 @@ class MoEEpCommunication(LifeCycle):
         Peers raise MoEEpAbandonedError out of their combine, at once and with the ranks that called
         this; on these it returns, when all have come. Everywhere the round is over, and the next
         dispatch is as always. Where no round of this object is open, nothing happens: it can be
-        called whatever has raised. MoEEpLayer and the integrations call it by themselves.
+        called whatever has raised. MoEEpLayer and the integrations call it by themselves, but not
+        in a graph of torch.compile: there it is for whoever calls the graph, on all ranks.
 
         Of the shared-memory backends on CUDA peers cannot be told: the object is broken, and they
         time out in combine. `reinitialize` on all ranks mends that.
@@ -386,7 +387,12 @@ class MoEEpCommunication(LifeCycle):
 
     def _abandon(self) -> bool:
         """End the open round on all ranks, whose combine raises MoEEpAbandonedError, when all have
-        come. Return False, with nothing done, where they cannot be told."""
+        come. Return False, with nothing done, where they cannot be told.
+
+        Is also called where the state knows of no round, since a compiled graph may have left one
+        open, or has ended the one that it knows of. Then it raises MoEEpStateError, or returns
+        False, if there is none.
+        """
         return False
 
     def _check(self) -> None:
