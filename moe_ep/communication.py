@@ -406,8 +406,9 @@ class MoEEpCommunication(LifeCycle):
         """Begin a round of ranks that all hold the same tokens, of which none travels. None, with
         nothing done, where no rank can read what another makes, or there is no room.
 
-        topk_ids: [n, top_k] int32 or int64, contiguous. Raises MoEEpInputError for an id of no
-            expert, with nothing done, and MoEEpDisagreementError where the ranks' ids differ.
+        topk_ids: [n, top_k] int32 or int64, contiguous. Raises on all ranks, after closing the
+            round: MoEEpDisagreementError where their ids differ, else MoEEpInputError for an id of
+            no expert.
         """
         return None
 

@@ -22,19 +22,33 @@ int64_t room_for_tokens(const Geometry& g) {
   return static_cast<int64_t>(g.ep_size) * g.max_tokens_per_rank;
 }
 
+// The routing of a batch, for comparison.
+struct Routing {
+  int64_t hash;
+  int64_t id_of_no_expert;  // the first one, negative if there is none
+};
+
 template <typename Id>
-int64_t checked_hash_of(const Id* ids, int64_t count, int64_t num_experts) {
+Routing routing_of(const Id* ids, int64_t count, int64_t num_experts) {
   uint64_t hash = static_cast<uint64_t>(count);
+  int64_t id_of_no_expert = -1;
   for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] >= num_experts) {
-      fail("MoEEpInputError", "topk_ids must be below num_experts=", num_experts,
-           ", or negative for padding, got ", ids[i], ". Nothing was exchanged");
-    }
+    if (ids[i] >= num_experts && id_of_no_expert < 0) id_of_no_expert = ids[i];
     // All padding is alike, and int32 like int64.
     hash = (hash ^ static_cast<uint64_t>(ids[i] < 0 ? -1 : int64_t{ids[i]})) * 0x9e3779b97f4a7c15u;
     hash ^= hash >> 32;
   }
-  return static_cast<int64_t>(hash);
+  return {static_cast<int64_t>(hash), id_of_no_expert};
+}
+
+// All ranks have the same wrong id: they end the round together. Raising before they had met would
+// leave those waiting whose ids are others, and right.
+[[noreturn]] void refuse(const one_sided::SharedBatch& p, int64_t id_of_no_expert) {
+  const Outcome ended = one_sided::abandon(p.workspace, p.timeout_sec);
+  if (ended == Outcome::kTimeout) raise_missed(rows_of(p.workspace));
+  if (ended == Outcome::kInterrupted) raise_interrupt();
+  fail("MoEEpInputError", "topk_ids must be below num_experts=", p.workspace.geometry.num_experts,
+       ", or negative for padding, got ", id_of_no_expert, ". Nothing was computed");
 }
 
 void begin_shared_batch(Tensor workspace, Tensor topk_ids, std::vector<int64_t> geometry,
@@ -48,14 +62,16 @@ void begin_shared_batch(Tensor workspace, Tensor topk_ids, std::vector<int64_t> 
   const TopkIds ids = topk_ids_from(topk_ids, workspace, g.top_k, room_for_tokens(g));
   p.num_tokens = ids.num_tokens;
   const int64_t count = static_cast<int64_t>(ids.num_tokens) * g.top_k;
-  p.routing = ids.are_int64
-                  ? checked_hash_of(static_cast<const int64_t*>(ids.data), count, g.num_experts)
-                  : checked_hash_of(static_cast<const int32_t*>(ids.data), count, g.num_experts);
+  const Routing routing =
+      ids.are_int64 ? routing_of(static_cast<const int64_t*>(ids.data), count, g.num_experts)
+                    : routing_of(static_cast<const int32_t*>(ids.data), count, g.num_experts);
+  p.routing = routing.hash;
   check_state(initialised_control(p.workspace).phase == Phase::kIdle,
               "begin_shared_batch was called in a round");
   std::vector<RoundHeader> headers(static_cast<size_t>(g.ep_size));
   switch (one_sided::begin_shared_batch(p, headers.data())) {
     case Outcome::kDone:
+      if (routing.id_of_no_expert >= 0) refuse(p, routing.id_of_no_expert);
       break;
     case Outcome::kTimeout:
       raise_missed(rows_of(p.workspace));

@@ -14,6 +14,7 @@ from moe_ep import (
     MoEEpDisagreementError,
     MoEEpInputError,
     MoEEpLayer,
+    MoEEpStateError,
     MoEEpTimeoutError,
 )
 from tests.backends import ALL
@@ -124,6 +125,8 @@ def abandon_compiled(context: RankContext, backend: str, breaks: bool) -> list[A
             raises.fill_(context.rank == 1)
             started = time.monotonic()
             got.append(problem_of(compiled, *given))
+            if context.rank == 1:
+                expect(problem_of(compiled, *given), MoEEpStateError, ["abandon_round"])
             of.abandon_round()
             got.append(time.monotonic() - started)
             raises.fill_(False)

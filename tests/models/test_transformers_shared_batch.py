@@ -144,7 +144,10 @@ def differ(context: RankContext) -> list[Any]:
         other[6, 3] = 5 - other[6, 3]
         odd = context.rank == 1
         got: list[Any] = []
-        for given in ((x, other, weights), (x[:6], ids[:6], weights[:6])):
+        of_no_expert = ids.clone()
+        of_no_expert[0, 0] = PARAMS.num_experts
+        batches = [(x, other, weights), (x[:6], ids[:6], weights[:6]), (x, of_no_expert, weights)]
+        for given in batches:
             mine = given if odd else (x, ids, weights)
             got += [problem_of(run_in_place, of, *mine, **how)]
             got += [run_in_place(of, x, ids.int(), weights, **how)]
@@ -158,13 +161,14 @@ def differ(context: RankContext) -> list[Any]:
 
 def test_batches_that_are_not_the_same_are_an_error_on_all_ranks(ranks: RunOnRanks) -> None:
     for rank, got in enumerate(ranks(SIZE, differ)):
-        other_ids, first, fewer, second, mixed, third = got
+        other_ids, first, fewer, second, of_no_expert, third, mixed, fourth = got
         words = ["rank 0: a batch of all ranks, 7 tokens", "rank 1: a batch of all ranks, "]
         expect(other_ids, MoEEpDisagreementError, ["the same batch (tp_size)", *words])
         expect(fewer, MoEEpDisagreementError, [*words, "ranks, 6 tokens", "num_experts=7"])
+        expect(of_no_expert, MoEEpDisagreementError, [*words, "ranks, 7 tokens"])
         words = ["rank 0: a batch of all ranks, 7 tokens", "rank 1: tokens_per_rank=8"]
         expect(mixed, MoEEpDisagreementError, words)
-        for sums in (second, third):
+        for sums in (second, third, fourth):
             assert_same_bits(sums, first, rank=rank)
 
 

@@ -34,9 +34,9 @@ def run_in_place(
 
     All ranks pass the same n tokens. The sums have the bits that they have where tokens travel.
 
-    Raises MoEEpInputError for an id of no expert, before anything is exchanged, and
-    MoEEpDisagreementError on all ranks where they differ in n or in topk_ids. (Differences of the
-    tokens themselves, or of the weights, are not looked for.)
+    Raises on all ranks, before anything is computed: MoEEpDisagreementError where they differ in n
+    or in topk_ids, else MoEEpInputError for an id of no expert. (Differences of the tokens
+    themselves, or of the weights, are not looked for.)
     """
     if torch.is_grad_enabled() or not host_may_read(hidden_states):
         return None
