@@ -136,9 +136,7 @@ def abandon_compiled(context: RankContext, backend: str, breaks: bool) -> list[A
 
 @pytest.mark.parametrize("breaks", [False, True])
 @BACKENDS
-def test_a_compiled_round_can_be_abandoned(
-    ranks: RunOnRanks, backend: str, breaks: bool
-) -> None:
+def test_a_compiled_round_can_be_abandoned(ranks: RunOnRanks, backend: str, breaks: bool) -> None:
     for rank, got in enumerate(ranks(3, abandon_compiled, backend=backend, breaks=breaks)):
         before, *rest = got
         assert before
