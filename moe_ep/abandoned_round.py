@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from moe_ep.errors import MoEEpError, MoEEpInputError
+from moe_ep.errors import MoEEpError, MoEEpInputError, MoEEpStateError
 from moe_ep.workspaces import DISPATCHED, IDLE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 def abandoning(communication: MoEEpCommunication, step: Callable[[], Result]) -> Result:
     """Return what a step returns that follows a dispatch: the experts, or combine. Where it raises
     and leaves the round open, abandon that before the exception goes on. In a compiled graph a step
-    is its ops, and nobody is asked.
+    is its ops, and nobody is there to do so.
     """
     if torch.compiler.is_compiling():
         return step()
@@ -42,14 +42,18 @@ def abandon(communication: MoEEpCommunication) -> None:
     """Abandon the round that is open, if it is the communication's."""
     shared = communication._shared
     is_open = shared.state == DISPATCHED and communication._in_round
-    if communication._destroyed or not is_open:
+    # A compiled graph that raises leaves the state as it was before the graph: its ops are asked.
+    if communication._destroyed or not (is_open or shared.state == IDLE):
         return
     communication._require_present("abandon_round")
     communication._recorded = None
-    were_told = communication._attempt(
-        partial(_end_on_all, communication), before=DISPATCHED, after=IDLE
-    )
-    if not were_told:
+    try:
+        is_over = communication._attempt(
+            partial(_end_on_all, communication, is_open), before=IDLE, after=IDLE
+        )
+    except MoEEpStateError:  # of the op: there is no round
+        communication._in_round, is_over = False, True
+    if is_open and not is_over:
         shared.break_down(
             f"its round was abandoned on this rank{_because()}, of which the peers cannot be told "
             f"here (backend {communication.backend_name}, {communication.device.type}): they wait "
@@ -57,9 +61,10 @@ def abandon(communication: MoEEpCommunication) -> None:
         )
 
 
-def _end_on_all(communication: MoEEpCommunication) -> bool:
+def _end_on_all(communication: MoEEpCommunication, is_open: bool) -> bool:
     """End the round, as a hook. Return False where peers cannot be told."""
-    return communication._abandon() or (communication.ep_size == 1 and _end_alone(communication))
+    is_alone = is_open and communication.ep_size == 1
+    return communication._abandon() or (is_alone and _end_alone(communication))
 
 
 def _end_alone(communication: MoEEpCommunication) -> bool:

@@ -191,7 +191,8 @@ class MoEEpCommunication(Rounds):
         Peers raise MoEEpAbandonedError out of their combine, at once and with the ranks that called
         this; on these it returns, when all have come. Everywhere the round is over, and the next
         dispatch is as always. Where no round of this object is open, nothing happens: it can be
-        called whatever has raised. MoEEpLayer and the integrations call it by themselves.
+        called whatever has raised. MoEEpLayer and the integrations call it by themselves, but not
+        in a graph of torch.compile: there it is for whoever calls the graph, on all ranks.
 
         Of the shared-memory backends on CUDA, and in a round that torch_dist captures, peers cannot
         be told: the object is broken, and they time out in combine. `reinitialize` on all ranks

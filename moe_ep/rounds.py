@@ -121,7 +121,12 @@ class Rounds(LifeCycle):
 
     def _abandon(self) -> bool:
         """End the open round on all ranks, whose combine raises MoEEpAbandonedError, when all have
-        come. Return False, with nothing done, where they cannot be told."""
+        come. Return False, with nothing done, where they cannot be told.
+
+        Is also called where the state knows of no round, since a compiled graph may have left one
+        open, or has ended the one that it knows of. Then it raises MoEEpStateError, or returns
+        False, if there is none.
+        """
         return False
 
     def _check(self) -> None:

@@ -1,5 +1,7 @@
 // Lets Ctrl-C, and every other Python signal handler that raises, end a wait inside an op.
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 
@@ -18,7 +20,13 @@ py::object& pending() {
   return *exception;
 }
 
+// Python runs signal handlers in this one alone.
+bool is_main_thread() { return syscall(SYS_gettid) == getpid(); }
+
+// Another thread does not even ask for the GIL: a daemon thread that does so while the interpreter
+// ends is ended there, and takes the process with it ("terminate called ...").
 bool interrupted() {
+  if (!is_main_thread()) return false;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
   pending() = py::error_already_set().value();

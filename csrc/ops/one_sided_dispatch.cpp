@@ -17,7 +17,8 @@ namespace {
 
 void check_phase(const one_sided::DispatchParams& p) {
   const ControlBlock& control = initialised_control(p.workspace);
-  check_state(control.phase == Phase::kIdle, "dispatch was called twice without combine between");
+  check_state(control.phase == Phase::kIdle, "dispatch was called twice without combine between",
+              kEndsOpenRound);
 }
 
 void run(one_sided::DispatchParams& p) {

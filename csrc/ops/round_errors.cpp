@@ -99,8 +99,8 @@ void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
 
 void raise_timed_out_earlier(const TimeoutRecord& record) {
   fail("MoEEpStateError", "a wait on rank ", record.peer,
-       " timed out earlier, so the ranks are out of step: initialise the workspace again on all "
-       "ranks that go on, or create it again, without that rank if it is dead");
+       " timed out earlier, so the ranks are out of step: call reinitialize, for a bare workspace "
+       "initialize, on all ranks that go on, or create it again, without that rank if it is dead");
 }
 
 void raise_interrupt() {

@@ -11,6 +11,10 @@
 
 namespace moe_ep::ops {
 
+// The end of what is said to a call that an open round refuses.
+inline constexpr const char* kEndsOpenRound =
+    ". Where an exception has come between, abandon_round of the communication ends the round";
+
 // MoEEpInputError; record.count must not be 0.
 [[noreturn]] void raise_invalid_ids(const InvalidIdRecord& record, int32_t ep_rank);
 [[noreturn]] void raise_timeout(const TimeoutRecord& record, int32_t ep_rank);

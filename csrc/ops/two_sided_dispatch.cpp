@@ -21,7 +21,8 @@ PrepareOutputs two_sided_prepare(Tensor workspace, Tensor topk_ids, std::vector<
       prepare_args({workspace, topk_ids, geometry, ep_rank, invalid_expert_id, tokens_per_rank,
                     row_bytes, has_weights, timeout_sec});
   const ControlBlock& control = initialised_control(p.workspace);
-  check_state(control.phase == Phase::kIdle, "prepare was called twice without combine between");
+  check_state(control.phase == Phase::kIdle, "prepare was called twice without combine between",
+              kEndsOpenRound);
   PrepareOutputs outputs = fresh_outputs(p, workspace);
   const int32_t ep_size = p.workspace.geometry.ep_size;
   std::vector<RoundHeader> headers(static_cast<size_t>(ep_size));

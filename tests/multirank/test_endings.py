@@ -194,6 +194,31 @@ def fork_in_between(context: RankContext, backend: str) -> None:
     play_round(communication, ONE)
 
 
+def leave_a_thread_waiting(context: RankContext, backend: str) -> None:
+    introduce(context)
+    communication = new_communication(context, backend)
+    play_round(communication, ONE)
+    if context.rank == 0:
+        KEPT.append(communication)
+        begins = threading.Event()
+
+        def wait_in_vain() -> None:
+            begins.set()
+            dispatch(communication)
+
+        threading.Thread(target=wait_in_vain, daemon=True).start()
+        begins.wait()
+        return
+    outlive(0)
+
+
+@on_the_cpu
+def test_a_process_may_end_while_a_daemon_thread_waits(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    run_to_the_end(ranks, backend, device, leave_a_thread_waiting)
+
+
 @every_backend
 @pytest.mark.parametrize(
     "end",
