@@ -22,6 +22,9 @@ __device__ inline void release_fence(Reach reach) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
   }
 }
+__device__ inline void store_after_fence(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(word), "r"(value) : "memory");
+}
 // A pair of words, low first.
 __device__ inline void store_after_fence(void* pair, uint32_t low, uint32_t high) {
   asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(pair),
@@ -36,7 +39,7 @@ __device__ inline void signal_add(uint32_t* word, uint32_t value, Reach reach) {
 }
 __device__ inline void signal_store(uint32_t* word, uint32_t value, Reach reach) {
   release_fence(reach);
-  asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(word), "r"(value) : "memory");
+  store_after_fence(word, value);
 }
 __device__ inline void signal_store(void* pair, uint32_t low, uint32_t high, Reach reach) {
   release_fence(reach);
@@ -47,6 +50,13 @@ __device__ inline void signal_store(void* pair, uint32_t low, uint32_t high, Rea
 __device__ inline uint32_t poll(const uint32_t* word) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+// A look that counts as `poll` behind a `release_fence`, which also acquires: it is under way
+// together with what else that waits for.
+__device__ inline uint32_t peek(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
 struct Pair {

@@ -5,7 +5,7 @@
 
 #include "two_sided/cuda_params.h"
 #include "two_sided/device/groups.cuh"
-#include "two_sided/device/record_copies.cuh"
+#include "two_sided/device/stage.cuh"
 #include "two_sided/device/warp_machine.cuh"
 #include "two_sided/roles/receive_slots.h"
 #include "two_sided/roles/send_tokens.h"
@@ -14,30 +14,62 @@ namespace moe_ep::two_sided {
 
 class AlltoallvWarp : public WarpMachine {
  public:
-  __device__ AlltoallvWarp(const AlltoallvKernelParams& p, uint32_t epoch, RowList& row_list)
-      : WarpMachine(p.workspace, Phase::kDispatch, epoch, row_list), p_(p) {}
+  __device__ AlltoallvWarp(const AlltoallvKernelParams& p, uint32_t epoch, WarpMemory& memory)
+      : WarpMachine(p.workspace, Phase::kDispatch, epoch, memory.row_list),
+        p_(p),
+        stage_(memory.stage) {}
 
-  __device__ void send_record(const Item& item, int32_t token, uint8_t* const* rows, int32_t count,
-                              int32_t own_row) const {
-    // A token that is not one of this round must not lead out of the tensors.
-    const int32_t given = min(max(token, 0), p_.num_tokens - 1);
-    const int64_t first = first_row_from(p_.workspace.view.ep_rank);
-    row_to_places(p_.given, given, p_.received, own_row < 0 ? -1 : first + own_row, item, rows,
-                  count);
+  __device__ void load_record(const Item& item, int32_t token) const {
+    stage_.load(given(item, token));
+  }
+  __device__ void store_record(const Item& item, int32_t token, uint8_t* const* places,
+                               int32_t count, int32_t own_row) const {
+    store_window(item, places, count, own_row, 0);
+    for_each_further_window(item.chunks, [&](int32_t begin) {
+      stage_.load(given(item, token), begin);
+      store_window(item, places, count, own_row, begin);
+    });
   }
 
   template <typename Free>
   __device__ void receive_slot(const Item& item, int32_t source, int32_t row, int32_t count,
                                const uint8_t* slot, const Free& free) const {
-    slot_to_rows(slot, p_.received, item, first_row_from(source) + row, count, free);
+    const Parts<RecordRows> parts{p_.received, item, first_row_from(source) + row, count};
+    const auto move = [&](int32_t begin) {
+      stage_.load_slot(slot, parts.chunks(), begin);
+      stage_.wait();
+      if (begin + kStageChunks >= parts.chunks()) free();
+      stage_.store(parts, begin);
+    };
+    move(0);
+    for_each_further_window(parts.chunks(), move);
   }
 
  private:
+  // A part of a token's record.
+  __device__ Parts<RecordRows> given(const Item& item, int32_t token) const {
+    return {p_.given, item, given_row(token), 1};
+  }
+  // What is in the stage.
+  __device__ void store_window(const Item& item, uint8_t* const* places, int32_t count,
+                               int32_t own_row, int32_t begin) const {
+    stage_.wait();
+#pragma unroll 1
+    for (int32_t j = 0; j < count; ++j) stage_.store_slot(places[j], item.chunks, begin);
+    if (own_row < 0) return;
+    const int64_t row = first_row_from(p_.workspace.view.ep_rank) + own_row;
+    stage_.store(Parts<RecordRows>{p_.received, item, row, 1}, begin);
+  }
+  // A token that is not one of this round must not lead out of the tensors.
+  __device__ int32_t given_row(int32_t token) const {
+    return min(max(token, 0), p_.num_tokens - 1);
+  }
   __device__ int64_t first_row_from(int32_t source) const {
     return static_cast<int64_t>(source) * p_.tokens_per_rank;
   }
 
   const AlltoallvKernelParams& p_;
+  Stage stage_;
 };
 
 // Nobody may look at rows that did not all come.
@@ -49,9 +81,9 @@ __device__ inline void say_that_nothing_came(const AlltoallvKernelParams& p) {
 }
 
 template <int kWords>
-__global__ void __launch_bounds__(kCtaThreads, kCtasPerSm)
+__global__ void __launch_bounds__(kCtaThreads, kCtasPerSm<kWords>)
     alltoallv_kernel(const __grid_constant__ AlltoallvKernelParams p) {
-  __shared__ RowList row_lists[CtaShape::kWarps];
+  __shared__ WarpMemory memory[CtaShape::kWarps];
   DeviceRound& round = p.workspace.own().device_round();
   const bool is_of_this_round = round.num_tokens == p.num_tokens &&
                                 round.tokens_per_rank == p.tokens_per_rank &&
@@ -62,7 +94,7 @@ __global__ void __launch_bounds__(kCtaThreads, kCtasPerSm)
     if (threadIdx.x < kWarpSize) say_that_nothing_came(p);
     return;
   }
-  AlltoallvWarp warp(p, round.epoch, row_lists[threadIdx.x / kWarpSize]);
+  AlltoallvWarp warp(p, round.epoch, memory[threadIdx.x / kWarpSize]);
   Groups groups(&round.dispatch_groups, p.plan, p.shape);
   for (int32_t group; groups.take(&group);) {
     const Duty duty(p.shape, group);

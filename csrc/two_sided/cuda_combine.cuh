@@ -7,7 +7,7 @@
 #include "two_sided/cuda_params.h"
 #include "two_sided/device/groups.cuh"
 #include "two_sided/device/part_sums.cuh"
-#include "two_sided/device/record_copies.cuh"
+#include "two_sided/device/stage.cuh"
 #include "two_sided/device/warp_machine.cuh"
 #include "two_sided/roles/send_rows.h"
 #include "two_sided/roles/sum_tokens.h"
@@ -17,27 +17,39 @@ namespace moe_ep::two_sided {
 template <RowType kType>
 class CombineWarp : public WarpMachine {
  public:
-  __device__ CombineWarp(const CombineKernelParams& p, uint32_t epoch, RowList& row_list)
-      : WarpMachine(p.workspace, Phase::kCombine, epoch, row_list), p_(p) {}
+  __device__ CombineWarp(const CombineKernelParams& p, uint32_t epoch, WarpMemory& memory)
+      : WarpMachine(p.workspace, Phase::kCombine, epoch, memory.row_list),
+        p_(p),
+        stage_(memory.stage) {}
 
-  __device__ void send_rows(const Item& item, int32_t source, int32_t row, int32_t count,
-                            uint8_t* slot) const {
-    const int64_t first = static_cast<int64_t>(source) * p_.tokens_per_rank + row;
-    rows_to_slot(p_.expert_rows, item, first, count, slot);
+  __device__ void load_rows(const Item& item, int32_t source, int32_t row, int32_t count) const {
+    stage_.load(rows_of(item, source, row, count));
+  }
+  __device__ void store_rows(const Item& item, int32_t source, int32_t row, int32_t count,
+                             uint8_t* slot) const {
+    const Parts<FieldRows> parts = rows_of(item, source, row, count);
+    stage_.wait();
+    stage_.store_slot(slot, parts.chunks());
+    for_each_further_window(parts.chunks(), [&](int32_t begin) {
+      stage_.load(parts, begin);
+      stage_.wait();
+      stage_.store_slot(slot, parts.chunks(), begin);
+    });
   }
 
   __device__ const uint8_t* own_row(const Item& item, int32_t row) const {
-    const int64_t first = static_cast<int64_t>(p_.workspace.view.ep_rank) * p_.tokens_per_rank;
-    return place_in(p_.expert_rows, first + row, item.begin).address;
+    return place_in(p_.expert_rows, received_row(p_.workspace.view.ep_rank, row), item.begin)
+        .address;
   }
 
-  __device__ void sum_rows(const Item& item, int32_t token, uint8_t* const* rows,
-                           int32_t count) const {
+  template <typename Free>
+  __device__ void sum_rows(const Item& item, int32_t token, uint8_t* const* rows, int32_t count,
+                           const Free& free) const {
     const PartOfSum part(p_, item, token);
     if (p_.expert_rows.is_whole) {
-      sum_part<kType, true>(part, rows, count);
+      sum_part<kType, true>(part, rows, count, free);
     } else {
-      sum_part<kType, false>(part, rows, count);
+      sum_part<kType, false>(part, rows, count, free);
     }
   }
   __device__ void poison(const Item& item, int32_t token) const {
@@ -45,7 +57,17 @@ class CombineWarp : public WarpMachine {
   }
 
  private:
+  __device__ int64_t received_row(int32_t source, int32_t row) const {
+    return static_cast<int64_t>(source) * p_.tokens_per_rank + row;
+  }
+
+  __device__ Parts<FieldRows> rows_of(const Item& item, int32_t source, int32_t row,
+                                      int32_t count) const {
+    return {p_.expert_rows, item, received_row(source, row), count};
+  }
+
   const CombineKernelParams& p_;
+  Stage stage_;
 };
 
 // By one warp of CTA 0: this rank's alltoallv is over, so that it takes rows of experts from now
@@ -95,12 +117,12 @@ __device__ inline bool meet(const CombineKernelParams& p, const DeviceRound& rou
 }
 
 template <RowType kType, int kWords>
-__global__ void __launch_bounds__(kCtaThreads, kCtasPerSm)
+__global__ void __launch_bounds__(kCtaThreads, kCtasPerSm<kWords>)
     combine_kernel(const __grid_constant__ CombineKernelParams p) {
-  __shared__ RowList row_lists[CtaShape::kWarps];
+  __shared__ WarpMemory memory[CtaShape::kWarps];
   DeviceRound& round = p.workspace.own().device_round();
   const bool valid = meet(p, round);
-  CombineWarp<kType> warp(p, round.epoch, row_lists[threadIdx.x / kWarpSize]);
+  CombineWarp<kType> warp(p, round.epoch, memory[threadIdx.x / kWarpSize]);
   using Summer = TokenSummer<CombineWarp<kType>, kWords>;
   Groups groups(&round.combine_groups, p.plan, p.shape);
   for (int32_t group; groups.take(&group);) {

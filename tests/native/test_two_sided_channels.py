@@ -29,6 +29,26 @@ PLANTED = {
         ("core/atomics.h", "store(value, kRelease)", "store(value, std::memory_order_relaxed)"),
         "data race",
     ),
+    "heads in front of their fence": (
+        ("two_sided/roles/send_tokens.h", "    m_.fence();\n    for (int w", "    for (int w"),
+        "a post without a fence behind what it releases",
+    ),
+    "looks that no fence is behind": (
+        ("two_sided/roles/receive_slots.h", "        m_.fence();\n", ""),
+        "data race",
+    ),
+    "loads over those that are under way": (
+        ("two_sided/roles/send_rows.h", "        if (held >= 0) m_.drop_load();\n", ""),
+        "a load over one that is under way",
+    ),
+    "loads that are left under way": (
+        (
+            "two_sided/roles/send_tokens.h",
+            "      if (!await_room(walk, token)) {\n        m_.drop_load();",
+            "      if (head_[0] % 64 == 63 || !await_room(walk, token)) {",
+        ),
+        "a warp that ends with a load under way",
+    ),
     "slots filled that are full": (
         ("two_sided/channels.h", "head - tail < static", "head - tail <= static"),
         ": wrong ",
@@ -36,9 +56,8 @@ PLANTED = {
     "a slot that is freed before it is read": (
         (
             "two_sided/roles/sum_tokens.h",
-            "m_.sum_rows(item, token, m_.row_list(), count);\n      m_.sync();\n"
-            "      free_slots(walk, token);",
-            "free_slots(walk, token); m_.sum_rows(item, token, m_.row_list(), count);",
+            "m_.sum_rows(item, token, m_.row_list(), count, [&] {",
+            "free_slots(walk, token); m_.sum_rows(item, token, m_.row_list(), count, [] {}); ([&] {",
         ),
         "data race",
     ),

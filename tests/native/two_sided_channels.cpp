@@ -65,6 +65,11 @@ float value_of(int32_t round, int32_t source, int32_t token, int32_t owner, int6
 // Counts what any warp of any rank publishes. Orders nothing, so that it hides no race.
 using Moves = std::atomic<uint64_t>;
 
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
 // A warp of one lane.
 class ThreadWarp {
  public:
@@ -83,7 +88,19 @@ class ThreadWarp {
   static int32_t count(uint32_t bits) { return std::popcount(bits); }
   static void sync() {}
   static uint32_t poll(const uint32_t* word) { return load_acquire(word); }
-  void publish(uint32_t* word, uint32_t value) {
+  // The thread sanitizer knows no fences: here one is a second look, which acquires, and a mark that
+  // what was written before may be released.
+  uint32_t peek(const uint32_t* word) {
+    peeked_.push_back(word);
+    return Atomic32(*const_cast<uint32_t*>(word)).load(std::memory_order_relaxed);
+  }
+  void fence() {
+    for (const uint32_t* word : peeked_) (void)load_acquire(word);
+    peeked_.clear();
+    is_fenced_ = true;
+  }
+  void post(uint32_t* word, uint32_t value) {
+    if (!is_fenced_) fail("a post without a fence behind what it releases");
     store_release(word, value);
     moves_.fetch_add(1, std::memory_order_relaxed);
   }
@@ -100,8 +117,14 @@ class ThreadWarp {
     return std::chrono::steady_clock::now() - since_ > kPatience;
   }
 
+ protected:
+  // Reads or writes what others will write or read.
+  void copies() { is_fenced_ = false; }
+
  private:
   Moves& moves_;
+  std::vector<const uint32_t*> peeked_;
+  bool is_fenced_ = false;
   uint64_t seen_ = 0;
   uint8_t* rows_[kMaxTopK];
   std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
@@ -129,12 +152,21 @@ struct Tensors {
 class CopyingWarp : public ThreadWarp {
  public:
   CopyingWarp(Moves& moves, Tensors& tensors) : ThreadWarp(moves), t_(tensors) {}
+  ~CopyingWarp() {
+    if (is_loading_) fail("a warp that ends with a load under way");
+  }
 
-  void send_record(const Item& item, int32_t token, uint8_t* const* rows, int32_t count,
-                   int32_t own_row) {
-    const uint8_t* from = t_.given.data() + token * t_.record_bytes + begin(item);
-    for (int32_t j = 0; j < count; ++j) std::memcpy(rows[j], from, bytes(item));
-    if (own_row >= 0) std::memcpy(t_.record(t_.ep_rank, own_row) + begin(item), from, bytes(item));
+  void drop_load() { is_loading_ = false; }
+  void load_record(const Item& item, int32_t token) {
+    begin_load();
+    append(t_.given.data() + token * t_.record_bytes, item);
+  }
+  void store_record(const Item& item, int32_t, uint8_t* const* places, int32_t count,
+                    int32_t own_row) {
+    end_load();
+    for (int32_t j = 0; j < count; ++j) std::memcpy(places[j], stage_.data(), bytes(item));
+    if (own_row < 0) return;
+    std::memcpy(t_.record(t_.ep_rank, own_row) + begin(item), stage_.data(), bytes(item));
   }
   template <typename Free>
   void receive_slot(const Item& item, int32_t source, int32_t row, int32_t count,
@@ -142,18 +174,23 @@ class CopyingWarp : public ThreadWarp {
     for (int32_t j = 0; j < count; ++j) {
       std::memcpy(t_.record(source, row + j) + begin(item), slot + j * item.bytes(), bytes(item));
     }
+    copies();
     free();
   }
-  void send_rows(const Item& item, int32_t source, int32_t row, int32_t count, uint8_t* slot) {
-    for (int32_t j = 0; j < count; ++j) {
-      std::memcpy(slot + j * item.bytes(), t_.expert_row(source, row + j) + begin(item),
-                  bytes(item));
-    }
+  void load_rows(const Item& item, int32_t source, int32_t row, int32_t count) {
+    begin_load();
+    for (int32_t j = 0; j < count; ++j) append(t_.expert_row(source, row + j), item);
+  }
+  void store_rows(const Item&, int32_t, int32_t, int32_t, uint8_t* slot) {
+    end_load();
+    std::memcpy(slot, stage_.data(), stage_.size());
   }
   const uint8_t* own_row(const Item& item, int32_t row) {
     return t_.expert_row(t_.ep_rank, row) + begin(item);
   }
-  void sum_rows(const Item& item, int32_t token, uint8_t* const* rows, int32_t count) {
+  template <typename Free>
+  void sum_rows(const Item& item, int32_t token, uint8_t* const* rows, int32_t count,
+                const Free& free) {
     float* out = t_.sums.data() + token * t_.columns() + begin(item) / 4;
     for (int64_t column = 0; column < item.bytes() / 4; ++column) {
       out[column] = 0.0f;
@@ -163,14 +200,31 @@ class CopyingWarp : public ThreadWarp {
         out[column] += value;
       }
     }
+    copies();
+    free();
   }
   void poison(const Item&, int32_t) {}  // the sums are wrong as they are
 
  private:
   static int64_t begin(const Item& item) { return int64_t{item.begin} * 16; }
   static size_t bytes(const Item& item) { return static_cast<size_t>(item.bytes()); }
+  void begin_load() {
+    if (is_loading_) fail("a load over one that is under way");
+    is_loading_ = true;
+    stage_.clear();
+  }
+  // For stores of what was loaded.
+  void end_load() {
+    is_loading_ = false;
+    copies();
+  }
+  void append(const uint8_t* record, const Item& item) {
+    stage_.insert(stage_.end(), record + begin(item), record + begin(item) + bytes(item));
+  }
 
   Tensors& t_;
+  std::vector<uint8_t> stage_;
+  bool is_loading_ = false;
 };
 
 // A rank: a grid of threads for each of alltoallv and combine.

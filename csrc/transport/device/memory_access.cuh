@@ -55,6 +55,14 @@ __device__ inline void store_chunk(void* to, uint4 v) {
                : "memory");
 }
 
+// The same into shared memory, beside what the warp does meanwhile; both addresses are multiples of
+// 16 bytes. Read it there behind `wait_for_loads`, by the thread that began it.
+__device__ inline void load_to_shared(void* shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared_address(shared)), "l"(from)
+               : "memory");
+}
+__device__ inline void wait_for_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Up to 3 bytes from an aligned address, the lowest ones of the result.
 __device__ inline uint32_t load_few_bytes(const void* from, uint32_t bytes) {
   const auto* const byte = static_cast<const uint8_t*>(from);

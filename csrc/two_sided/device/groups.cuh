@@ -9,7 +9,10 @@
 namespace moe_ep::two_sided {
 
 inline constexpr int kCtaThreads = CtaShape::kWarps * kWarpSize;
-inline constexpr int kCtasPerSm = 2;  // for the registers: 16 warps, each with 4 KiB in flight
+// For the registers. Three leave a thread 80, and one that stands for several ranks needs more.
+// kWords: how many.
+template <int kWords>
+inline constexpr int kCtasPerSm = kWords == 1 ? 3 : 2;
 
 // Groups of channels from a counter, in ascending order, one after the other: docs/two_sided.md
 // says why they must be.

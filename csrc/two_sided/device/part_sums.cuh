@@ -39,69 +39,56 @@ struct PartOfSum {
   }
 };
 
-// Chunks of a part that a lane sums at the same time, each in float32.
-template <RowType kType, int kVectors>
-struct LaneSums {
-  float sums[kVectors][Chunk<kType>::kElements];
-  int32_t first;  // the lane's first chunk; the others follow kWarpSize apart
+// The chunk of a part that a lane sums, in float32; the next lane has the next one.
+template <RowType kType>
+struct LaneSum {
+  float sum[Chunk<kType>::kElements];
+  int32_t chunk;
 
-  __device__ explicit LaneSums(int32_t begin, bool valid) : first(begin + lane_id()) {
+  __device__ LaneSum(int32_t begin, bool valid) : chunk(begin + lane_id()) { start(sum, valid); }
+  // Adds up to kMost rows, with all loads in flight at once; loaded() is called behind them. Behind
+  // the end of the part the last chunk is loaded again.
+  template <int kMost, bool kWhole, typename Loaded>
+  __device__ void add(const PartOfSum& part, uint8_t* const* rows, int32_t count,
+                      const Loaded& loaded) {
+    uint4 chunks[kMost];
+    const int32_t there = min(chunk, part.chunks - 1);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) start(sums[v], valid);
-  }
-  // Adds kRows rows, with all loads in flight at once. Behind the end of the part the last chunk is
-  // loaded again.
-  template <int kRows, bool kWhole>
-  __device__ void add(const PartOfSum& part, uint8_t* const* rows) {
-    uint4 chunks[kRows][kVectors];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int32_t chunk = min(first + v * kWarpSize, part.chunks - 1);
-        const uint8_t* const from = rows[r] + int64_t{16} * chunk;
-        chunks[r][v] = kWhole ? load_chunk(from) : load_unaligned(from, part.bytes_of(chunk));
-      }
+    for (int r = 0; r < kMost; ++r) {
+      if (r >= count) break;
+      const uint8_t* const from = rows[r] + int64_t{16} * there;
+      chunks[r] = kWhole ? load_chunk(from) : load_unaligned(from, part.bytes_of(there));
     }
+    loaded();
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) Chunk<kType>::add(sums[v], chunks[r][v]);
+    for (int r = 0; r < kMost; ++r) {
+      if (r >= count) break;
+      Chunk<kType>::add(sum, chunks[r]);
     }
   }
   __device__ void store(const PartOfSum& part) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      part.store(first + v * kWarpSize, Chunk<kType>::round(sums[v]));
-    }
+    part.store(chunk, Chunk<kType>::round(sum));
   }
 };
 
-// kWhole: all rows start on 16 bytes and are of whole chunks. (Those in slots are padded.)
-template <RowType kType, bool kWhole>
-__device__ void sum_part(const PartOfSum& part, uint8_t* const* rows, int32_t count) {
-  constexpr int kMost = 4;                  // rows at once
-  constexpr int kVectors = kWhole ? 3 : 1;  // for the registers
-  constexpr int32_t kStep = kVectors * kWarpSize;
+// kWhole: all rows start on 16 bytes and are of whole chunks. (Those in slots are padded.) free()
+// is called once the last loads of the rows were issued: a fence behind it waits for them.
+template <RowType kType, bool kWhole, typename Free>
+__device__ void sum_part(const PartOfSum& part, uint8_t* const* rows, int32_t count,
+                         const Free& free) {
+  constexpr int kMost = 4;  // rows at once
 #pragma unroll 1
-  for (int32_t begin = 0; begin < part.chunks; begin += kStep) {
-    LaneSums<kType, kVectors> lane(begin, true);
+  for (int32_t begin = 0; begin < part.chunks; begin += kWarpSize) {
+    LaneSum<kType> lane(begin, true);
     int32_t row = 0;
 #pragma unroll 1
-    for (; row + kMost <= count; row += kMost) lane.template add<kMost, kWhole>(part, rows + row);
-    switch (count - row) {
-      case 3:
-        lane.template add<3, kWhole>(part, rows + row);
-        break;
-      case 2:
-        lane.template add<2, kWhole>(part, rows + row);
-        break;
-      case 1:
-        lane.template add<1, kWhole>(part, rows + row);
-        break;
-      default:
-        break;
-    }
+    do {
+      const bool is_last = begin + kWarpSize >= part.chunks && row + kMost >= count;
+      lane.template add<kMost, kWhole>(part, rows + row, count - row, [&] {
+        if (is_last) free();
+      });
+      row += kMost;
+    } while (row < count);
     lane.store(part);
   }
 }
@@ -110,7 +97,7 @@ __device__ void sum_part(const PartOfSum& part, uint8_t* const* rows, int32_t co
 template <RowType kType>
 __device__ void poison_part(const PartOfSum& part) {
   for (int32_t begin = 0; begin < part.chunks; begin += kWarpSize) {
-    LaneSums<kType, 1>(begin, false).store(part);
+    LaneSum<kType>(begin, false).store(part);
   }
 }
 

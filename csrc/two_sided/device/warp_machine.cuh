@@ -7,11 +7,18 @@
 #include "transport/device/bounded_wait.cuh"
 #include "transport/device/warp.cuh"
 #include "two_sided/cuda_params.h"
+#include "two_sided/device/stage.cuh"
 
 namespace moe_ep::two_sided {
 
-// Places in rows of a token's ranks; in shared memory, one for each warp.
+// Places in rows of a token's ranks.
 using RowList = uint8_t* [kMaxTopK];
+
+// In shared memory, of each warp.
+struct WarpMemory {
+  alignas(128) uint4 stage[kStageChunks];
+  RowList row_list;
+};
 
 class WarpMachine {
  public:
@@ -32,9 +39,10 @@ class WarpMachine {
   __device__ static int32_t count(uint32_t bits) { return __popc(bits); }
   __device__ static void sync() { __syncwarp(); }
   __device__ static uint32_t poll(const uint32_t* word) { return moe_ep::poll(word); }
-  __device__ void publish(uint32_t* word, uint32_t value) const {
-    signal_store(word, value, workspace_.reach);
-  }
+  __device__ static uint32_t peek(const uint32_t* word) { return moe_ep::peek(word); }
+  __device__ void fence() const { release_fence(workspace_.reach); }
+  __device__ static void post(uint32_t* word, uint32_t value) { store_after_fence(word, value); }
+  __device__ static void drop_load() { wait_for_loads(); }
   __device__ uint8_t** row_list() const { return row_list_; }
 
   __device__ void moved() { patience_ = Patience(); }

@@ -6,7 +6,12 @@
 //   lowest(bits), count(bits)        of a ballot: the number of the lowest bit, how many there are
 //   sync()                           the lanes wait for each other, and see what all have written
 //   poll(word)                       acquire
-//   publish(word, value)             release, also of what others wrote before the last `sync`
+//   peek(word)                       counts as seen at the next `fence`
+//   fence()                          acquires what was peeked; releases what all lanes did before
+//                                    the last `sync` to those who see what is posted behind it
+//   post(word, value)                behind a `fence`
+//   drop_load()                      what is being loaded is not wanted: there is room for other
+//                                    loads, and none is under way
 //   row_list()                       of kMaxTopK, for all lanes
 //   moved()                          what it waited for has come: the next wait has a new deadline
 //   counts_to_look()                 counts a look that brought nothing; true: ask has_run_out
@@ -81,6 +86,20 @@ MOE_EP_ON_DEVICE int32_t first_rank(Machine& m, const bool (&says)[kWords]) {
     if (bits != 0) found = rank_of<Machine>(m.lowest(bits), w);
   }
   return found;
+}
+
+// The next such rank behind `last`, going round; -1: none.
+template <typename Machine, int kWords>
+MOE_EP_ON_DEVICE int32_t rank_behind(Machine& m, const bool (&says)[kWords], int32_t last) {
+  int32_t found = -1;
+  int32_t behind = -1;
+  for (int w = kWords - 1; w >= 0; --w) {
+    const uint32_t bits = m.ballot(says[w]);
+    const uint32_t later = m.ballot(says[w] && rank_of<Machine>(m.lane(), w) > last);
+    if (bits != 0) found = rank_of<Machine>(m.lowest(bits), w);
+    if (later != 0) behind = rank_of<Machine>(m.lowest(later), w);
+  }
+  return behind >= 0 ? behind : found;
 }
 
 }  // namespace moe_ep::two_sided

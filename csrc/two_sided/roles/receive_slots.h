@@ -1,7 +1,7 @@
 // alltoallv, a warp at some of the peers: empties their FIFOs into the received tensors.
 //
 // It waits for none of them alone: what has come is taken, so that no sender waits for room longer
-// than that takes.
+// than that takes. The fence that frees a slot is also behind the look for the next ones.
 #pragma once
 
 #include <cstdint>
@@ -37,28 +37,34 @@ class SlotReceiver {
     rows_.begin(c_, item);
     for (;;) {
       bool is_awaited[kWords];
-      bool any_came = false;
-      for (int w = 0; w < kWords; ++w) {
-        is_awaited[w] = rows_.is_left(w);
-        if (is_awaited[w] && head_[w] == tail_[w]) {
-          head_[w] = m_.poll(c_.head_from(rows_.rank(w)));
-        }
-        uint32_t full = m_.ballot(is_awaited[w] && head_[w] != tail_[w]);
-        any_came |= full != 0;
-        m_.sync();  // what one lane has seen, all see
-        for (; full != 0; full &= full - 1) take(item, m_.lowest(full), w);
-      }
+      for (int w = 0; w < kWords; ++w) is_awaited[w] = rows_.is_left(w);
       const int32_t peer = first_rank(m_, is_awaited);
       if (peer < 0) return true;
+      uint32_t full[kWords];  // by what was seen before the last fence
+      uint32_t seen[kWords];
+      bool any_came = false;
+      for (int w = 0; w < kWords; ++w) {
+        full[w] = m_.ballot(is_awaited[w] && head_[w] != tail_[w]);
+        any_came |= full[w] != 0;
+        seen[w] = is_awaited[w] ? m_.peek(c_.head_from(rows_.rank(w))) : 0;
+      }
       if (any_came) {
+        m_.sync();  // what one lane has seen, all see
+        for (int w = 0; w < kWords; ++w) {
+          for (uint32_t bits = full[w]; bits != 0; bits &= bits - 1) take(item, m_.lowest(bits), w);
+        }
         m_.moved();
-      } else if (m_.counts_to_look() && m_.has_run_out(peer)) {
-        return false;
+      } else {
+        m_.fence();
+        if (m_.counts_to_look() && m_.has_run_out(peer)) return false;
+      }
+      for (int w = 0; w < kWords; ++w) {
+        if (is_awaited[w]) head_[w] = seen[w];
       }
     }
   }
 
-  // The slot that came from the rank of one lane and word.
+  // The slot that came from the rank of one lane and word. Fences.
   MOE_EP_ON_DEVICE void take(const Item& item, int32_t lane, int word) {
     const int32_t source = rank_of<Machine>(lane, word);
     const int32_t row = m_.from_lane(rows_.next(word), lane);
@@ -66,7 +72,8 @@ class SlotReceiver {
     const uint32_t tail = m_.from_lane(tail_[word], lane);
     m_.receive_slot(item, source, row, count, c_.slot_from(source, tail), [&] {
       m_.sync();
-      if (m_.lane() == lane) m_.publish(c_.tail_at(source), tail + 1);
+      m_.fence();
+      if (m_.lane() == lane) m_.post(c_.tail_at(source), tail + 1);
     });
     if (m_.lane() != lane) return;
     ++tail_[word];

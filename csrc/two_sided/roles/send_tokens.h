@@ -2,6 +2,9 @@
 //
 // It waits for room at all owners of a token, so that it loads a record once. It may: every FIFO of
 // the channel is emptied, whatever the others are full of (receive_slots.h).
+//
+// While a record is loading, the one before it is on its way out: one fence is behind both. That
+// one is published before this warp waits for anything.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +13,9 @@
 
 namespace moe_ep::two_sided {
 
-// Machine: send_record(item, token, rows, count, own_row) brings a part of a token's record to
-// `count` places, and, if own_row is not negative, to that row of this rank's own block.
+// Machine: load_record(item, token) begins to bring a part of a token's record here;
+// store_record(item, token, places, count, own_row) brings it to `count` places, and, if own_row is
+// not negative, to that row of this rank's own block.
 template <typename Machine, int kWords>
 class TokenSender {
  public:
@@ -19,6 +23,7 @@ class TokenSender {
     for (int w = 0; w < kWords; ++w) {
       const int32_t rank = rank_of<Machine>(m.lane(), w);
       head_[w] = tail_[w] = 0;
+      is_due_[w] = false;
       if (!is_peer(rank)) continue;
       head_[w] = *c.own().sent(rank, c.number);
       tail_[w] = m.poll(c.tail_from(rank));
@@ -50,33 +55,50 @@ class TokenSender {
     for (int w = 0; w < kWords; ++w) place_[w] = 0;
     for (;;) {
       const int32_t token = walk.first_token(m_);
-      if (token == kNoToken) return true;
-      walk.look_ahead(token);
-      if (!await_room(walk, token)) return false;
+      const bool is_left = token != kNoToken;
+      if (is_left) {
+        walk.look_ahead(token);
+        look_for_room(walk, token);
+        m_.load_record(item, token);
+      }
+      publish();
+      if (!is_left) return true;
+      if (!await_room(walk, token)) {
+        m_.drop_load();
+        return false;
+      }
       const int32_t count = list_places(walk, item, token);
-      m_.send_record(item, token, m_.row_list(), count, own_row(walk, token));
+      m_.store_record(item, token, m_.row_list(), count, own_row(walk, token));
       m_.sync();
-      publish(walk, token);
+      fill(walk, token);
       walk.advance(token);
+    }
+  }
+
+  MOE_EP_ON_DEVICE bool is_full(const Walk& walk, int word, int32_t token) const {
+    return sends(walk, word, token) && place_[word] == 0 &&
+           !has_room(head_[word], tail_[word], c_.num_slots());
+  }
+  // Before a fence.
+  MOE_EP_ON_DEVICE void look_for_room(const Walk& walk, int32_t token) {
+    for (int w = 0; w < kWords; ++w) {
+      if (!is_full(walk, w, token)) continue;
+      tail_[w] = m_.peek(c_.tail_from(rank_of<Machine>(m_.lane(), w)));
     }
   }
 
   MOE_EP_ON_DEVICE bool await_room(const Walk& walk, int32_t token) {
     for (;;) {
-      bool is_full[kWords];
-      for (int w = 0; w < kWords; ++w) {
-        is_full[w] = sends(walk, w, token) && place_[w] == 0 &&
-                     !has_room(head_[w], tail_[w], c_.num_slots());
-        if (!is_full[w]) continue;
-        tail_[w] = m_.poll(c_.tail_from(rank_of<Machine>(m_.lane(), w)));
-        is_full[w] = !has_room(head_[w], tail_[w], c_.num_slots());
-      }
-      const int32_t peer = first_rank(m_, is_full);
+      bool waits[kWords];
+      for (int w = 0; w < kWords; ++w) waits[w] = is_full(walk, w, token);
+      const int32_t peer = first_rank(m_, waits);
       if (peer < 0) break;
       if (m_.counts_to_look() && m_.has_run_out(peer)) return false;
+      for (int w = 0; w < kWords; ++w) {
+        if (waits[w]) tail_[w] = m_.poll(c_.tail_from(rank_of<Machine>(m_.lane(), w)));
+      }
     }
     m_.moved();
-    m_.sync();
     return true;
   }
 
@@ -92,7 +114,7 @@ class TokenSender {
       }
       count += m_.count(bits);
     }
-    m_.sync();
+    m_.sync();  // what one lane has seen, all see
     return count;
   }
 
@@ -107,21 +129,31 @@ class TokenSender {
     return m_.from_lane(row, c_.workspace.ep_rank % Machine::kLanes);
   }
 
-  MOE_EP_ON_DEVICE void publish(const Walk& walk, int32_t token) {
+  // Slots that are complete are due.
+  MOE_EP_ON_DEVICE void fill(const Walk& walk, int32_t token) {
     for (int w = 0; w < kWords; ++w) {
       if (!sends(walk, w, token)) continue;
       ++place_[w];
       if (place_[w] < c_.plan.records_per_slot && !walk.is_last(w)) continue;
       place_[w] = 0;
-      m_.publish(c_.head_at(rank_of<Machine>(m_.lane(), w)), ++head_[w]);
+      ++head_[w];
+      is_due_[w] = true;
+    }
+  }
+  MOE_EP_ON_DEVICE void publish() {
+    m_.fence();
+    for (int w = 0; w < kWords; ++w) {
+      if (is_due_[w]) m_.post(c_.head_at(rank_of<Machine>(m_.lane(), w)), head_[w]);
+      is_due_[w] = false;
     }
   }
 
   Machine& m_;
   const Channel& c_;
-  uint32_t head_[kWords];
+  uint32_t head_[kWords];  // slots that were filled, also if that is not yet published
   uint32_t tail_[kWords];  // as last seen
   int32_t place_[kWords];  // records in the slot at hand
+  bool is_due_[kWords];
 };
 
 }  // namespace moe_ep::two_sided

@@ -11,8 +11,9 @@
 namespace moe_ep::two_sided {
 
 // Machine: own_row(item, row): where a part of an expert's row of this rank's own block lies;
-// sum_rows(item, token, rows, count) adds a part of `count` rows in the order given, and rounds and
-// stores the sum; poison(item, token) stores NaN in its place.
+// sum_rows(item, token, rows, count, free) adds a part of `count` rows in the order given, calls
+// free() once none of them is needed any more, and rounds and stores the sum; poison(item, token)
+// stores NaN in its place.
 template <typename Machine, int kWords>
 class TokenSummer {
  public:
@@ -72,9 +73,10 @@ class TokenSummer {
       walk.look_ahead(token);
       if (!await_rows(walk, token)) return false;
       const int32_t count = list_rows(walk, item, token);
-      m_.sum_rows(item, token, m_.row_list(), count);
-      m_.sync();
-      free_slots(walk, token);
+      m_.sum_rows(item, token, m_.row_list(), count, [&] {
+        m_.sync();
+        free_slots(walk, token);
+      });
       walk.advance(token);
     }
     return true;
@@ -94,7 +96,6 @@ class TokenSummer {
       if (m_.counts_to_look() && m_.has_run_out(peer)) return false;
     }
     m_.moved();
-    m_.sync();
     return true;
   }
 
@@ -117,13 +118,22 @@ class TokenSummer {
     return count;
   }
 
+  // And looks for the next ones: one fence is behind both.
   MOE_EP_ON_DEVICE void free_slots(const Walk& walk, int32_t token) {
+    bool is_free[kWords];
     for (int w = 0; w < kWords; ++w) {
+      is_free[w] = false;
       if (!comes(walk, w, token)) continue;
       ++place_[w];
       if (place_[w] < c_.plan.records_per_slot && !walk.is_last(w)) continue;
+      is_free[w] = true;
       place_[w] = 0;
-      m_.publish(c_.tail_at(rank_of<Machine>(m_.lane(), w)), ++tail_[w]);
+      ++tail_[w];
+      if (head_[w] == tail_[w]) head_[w] = m_.peek(c_.head_from(rank_of<Machine>(m_.lane(), w)));
+    }
+    m_.fence();
+    for (int w = 0; w < kWords; ++w) {
+      if (is_free[w]) m_.post(c_.tail_at(rank_of<Machine>(m_.lane(), w)), tail_[w]);
     }
   }
 
