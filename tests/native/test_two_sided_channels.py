@@ -57,7 +57,8 @@ PLANTED = {
         (
             "two_sided/roles/sum_tokens.h",
             "m_.sum_rows(item, token, m_.row_list(), count, [&] {",
-            "free_slots(walk, token); m_.sum_rows(item, token, m_.row_list(), count, [] {}); ([&] {",
+            "free_slots(walk, token);\n"
+            "m_.sum_rows(item, token, m_.row_list(), count, [] {}); ([&] {",
         ),
         "data race",
     ),
