@@ -117,7 +117,6 @@ def join_memory(
     def make() -> Workspace:
         memory = SymmetricMemory.allocate(comm, layout.segment_bytes, bootstrap.torch_device)
         where = (memory.workspace, layout, bootstrap.rank)
-        on_cpu = bootstrap.torch_device.type == "cpu"  # on CUDA no peer could look
         farewell = partial(torch.ops.moe_ep.leave, memory.workspace, bootstrap.rank)
         return Workspace(
             comm,
@@ -126,7 +125,7 @@ def join_memory(
             memory,
             initialize=partial(initialize, *where),
             forget=None if forget is None else partial(forget, *where),
-            say_farewell=farewell if on_cpu else None,
+            say_farewell=farewell,
         )
 
     what = (

@@ -126,7 +126,12 @@ class Workspace:
 
     def close(self) -> None:
         """Let go of the memory. Views keep theirs."""
-        self._tell_peers()
+        try:
+            self._tell_peers()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         forget, memory = self._forget, self.memory
         self._initialize = self._forget = self._say_farewell = None
         self.break_down("it was destroyed.")

@@ -8,7 +8,8 @@
 
 namespace moe_ep {
 
-// Why a wait on a peer was given up. On CUDA only the first is found out.
+// Why a wait on a peer was given up. On CUDA a kernel finds out the first, kMasksDiffer, kDestroyed
+// and kWentOn.
 enum class Missed : uint32_t {
   kDeadline = 0,
   kProcessEnded,  // the peer's

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/limits.h"
+#include "core/rank_mask.h"
 #include "core/status.h"
 #include "core/workspace_layout.h"
 
@@ -20,6 +21,7 @@ struct DisagreementRecord {
 
 struct StatusPage {
   TimeoutRecord timeout;
+  RankMask masks[kMaxEpSize];  // where they differ: this rank's, and those that it has seen
   InvalidIdRecord invalid_id;  // `count` and the first since the host has looked
   DisagreementRecord disagreement;
 };

@@ -1,6 +1,8 @@
 // What the ops of every transport do around the rounds of a workspace on a CUDA device.
 #pragma once
 
+#include <functional>
+
 #include "ops/cuda_call.h"
 #include "ops/device_status.h"
 #include "ops/device_workspaces.h"
@@ -27,6 +29,9 @@ void close_round(const RankWorkspace& workspace, const CudaCall& call, DeviceWor
 }
 
 // Waits for this rank's rounds and raises what they recorded.
-void check_rounds(const RankWorkspace& workspace, const CudaCall& call);
+// look(page): launches what finds out more, once they are over.
+using LookAround = std::function<cudaError_t(StatusPage* page)>;
+void check_rounds(const RankWorkspace& workspace, const CudaCall& call,
+                  const LookAround& look = nullptr);
 
 }  // namespace moe_ep::ops

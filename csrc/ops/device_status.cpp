@@ -1,8 +1,11 @@
 #include "ops/device_status.h"
 
 #include <atomic>
+#include <sstream>
+#include <string>
 
 #include "ops/round_errors.h"
+#include "ops/workspace_args.h"
 
 namespace moe_ep::ops {
 namespace {
@@ -19,6 +22,16 @@ void clear(uint32_t& word) {
   *const_cast<volatile uint32_t*>(&word) = 0;
 }
 
+// Of those that a kernel has seen.
+std::string masks_on(const StatusPage& page, const RankWorkspace& workspace) {
+  std::ostringstream table;
+  for (int32_t rank = 0; rank < workspace.ep_size; ++rank) {
+    if (page.masks[rank] == RankMask{}) continue;
+    table << "\n  rank " << rank << ": " << ranks_in(page.masks[rank], workspace.ep_size);
+  }
+  return table.str();
+}
+
 }  // namespace
 
 void raise_recorded_timeout(DeviceWorkspaceState& state, const RankWorkspace& workspace) {
@@ -28,9 +41,16 @@ void raise_recorded_timeout(DeviceWorkspaceState& state, const RankWorkspace& wo
 }
 
 void raise_timeout_again(DeviceWorkspaceState& state, const RankWorkspace& workspace) {
-  if (!is_set(state.page->timeout.recorded)) return;
+  const StatusPage& page = *state.page;
+  if (!is_set(page.timeout.recorded)) return;
   state.timeout_was_raised = true;
-  raise_timeout(state.page->timeout, workspace.ep_rank);
+  if (page.timeout.why == Missed::kMasksDiffer) {
+    raise_other_masks(page.timeout.epoch_expected, workspace.ep_rank, masks_on(page, workspace));
+  }
+  if (page.timeout.why == Missed::kWentOn) {
+    raise_left_behind(page.timeout, workspace.ep_rank, "its sums must not be used");
+  }
+  raise_timeout(page.timeout, workspace.ep_rank);
 }
 
 RoundErrors::RoundErrors(StatusPage& page, cudaStream_t stream) {

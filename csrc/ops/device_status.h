@@ -11,9 +11,10 @@
 
 namespace moe_ep::ops {
 
-// MoEEpTimeoutError the first time, then MoEEpStateError; nothing if no wait timed out.
+// MoEEpTimeoutError or MoEEpMaskDisagreementError the first time, then MoEEpStateError; nothing if
+// no wait timed out and no masks differed.
 void raise_recorded_timeout(DeviceWorkspaceState& state, const RankWorkspace& workspace);
-// MoEEpTimeoutError every time.
+// One of the first two every time.
 void raise_timeout_again(DeviceWorkspaceState& state, const RankWorkspace& workspace);
 
 // What a round recorded after which the communication goes on; taken out of the page.

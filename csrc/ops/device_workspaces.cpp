@@ -31,7 +31,7 @@ DeviceWorkspaces& DeviceWorkspaces::of_this_process() {
 
 void DeviceWorkspaces::add(const RankWorkspace& workspace, const CudaCall& call) {
   const uint64_t fingerprint = workspace.fingerprint;
-  if (DeviceWorkspaceState* old = lookup(workspace)) {
+  if (DeviceWorkspaceState* old = lookup(workspace.own_segment)) {
     check_cuda(old->wait(call), "waiting for the device");
     old->fingerprint = fingerprint;
     old->device = call.device();
@@ -47,7 +47,7 @@ void DeviceWorkspaces::add(const RankWorkspace& workspace, const CudaCall& call)
 
 DeviceWorkspaceState& DeviceWorkspaces::find(const RankWorkspace& workspace, const CudaCall& call) {
   const uint64_t fingerprint = workspace.fingerprint;
-  DeviceWorkspaceState* state = lookup(workspace);
+  DeviceWorkspaceState* state = lookup(workspace.own_segment);
   if (state != nullptr && state->fingerprint == fingerprint && state->device == call.device()) {
     return *state;
   }
@@ -66,6 +66,18 @@ DeviceWorkspaceState& DeviceWorkspaces::find(const RankWorkspace& workspace, con
   check_cuda(cudaStreamSynchronize(call.stream()), "cudaStreamSynchronize");
   check_initialised(control, fingerprint);
   return state_of_copies(call.device());
+}
+
+void DeviceWorkspaces::leave(uint8_t* own_segment, const CudaCall& call) {
+  const DeviceWorkspaceState* state = lookup(own_segment);
+  if (state == nullptr || call.is_captured()) return;
+  // An error here is one of the device, and whatever uses it next hears of it.
+  uint32_t& has_left = reinterpret_cast<ControlBlock*>(own_segment)->has_left;
+  const bool written =
+      state->wait(call) == cudaSuccess &&
+      cudaMemsetAsync(&has_left, 1, sizeof has_left, call.stream()) == cudaSuccess &&
+      cudaStreamSynchronize(call.stream()) == cudaSuccess;
+  if (!written) cudaGetLastError();
 }
 
 void DeviceWorkspaces::forget(const RankWorkspace& workspace, const CudaCall& call) {
@@ -87,9 +99,9 @@ DeviceWorkspaces::Entry DeviceWorkspaces::take(const RankWorkspace& workspace) {
   return node.empty() ? nullptr : std::move(node.mapped());
 }
 
-DeviceWorkspaceState* DeviceWorkspaces::lookup(const RankWorkspace& workspace) {
+DeviceWorkspaceState* DeviceWorkspaces::lookup(const uint8_t* own_segment) {
   const std::lock_guard lock(mutex_);
-  const auto found = of_segment_.find(workspace.own_segment);
+  const auto found = of_segment_.find(own_segment);
   return found == of_segment_.end() ? nullptr : found->second.get();
 }
 

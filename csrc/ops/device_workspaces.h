@@ -59,6 +59,10 @@ class DeviceWorkspaces {
   // asked itself: that waits for the device.
   DeviceWorkspaceState& find(const RankWorkspace& workspace, const CudaCall& call);
 
+  // Tells peers that wait for this rank, or will, that it comes to no further round, once its
+  // rounds are over. own_segment: of a workspace; one that is not there is fine.
+  void leave(uint8_t* own_segment, const CudaCall& call);
+
   // Forgets a workspace, once its rounds are over; one that is not there is fine.
   void forget(const RankWorkspace& workspace, const CudaCall& call);
 
@@ -66,7 +70,7 @@ class DeviceWorkspaces {
   using Entry = std::unique_ptr<DeviceWorkspaceState>;  // states stay where they are
 
   Entry take(const RankWorkspace& workspace);
-  DeviceWorkspaceState* lookup(const RankWorkspace& workspace);
+  DeviceWorkspaceState* lookup(const uint8_t* own_segment);
   bool knows(uint64_t fingerprint);
   DeviceWorkspaceState& state_of_copies(int32_t device);
   StatusPage* clean_page();

@@ -39,18 +39,7 @@ std::string words_for_mask(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
     table << "\n  rank " << rank << ": "
           << words_for_mask(control_of(workspace, rank), own.epoch, workspace.ep_size, deadline);
   }
-  fail("MoEEpMaskDisagreementError", "the ranks have different active_rank_mask in round ",
-       own.epoch, ", found by rank ", workspace.ep_rank,
-       "; no data was delivered. Of those that it counts on, or that count on it:", table.str(),
-       "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
-}
-
-[[noreturn]] void raise_left_behind(const TimeoutRecord& record, int64_t ep_rank) {
-  fail(
-      "MoEEpMaskDisagreementError", "rank ", record.peer, " masked rank ", ep_rank,
-      " off while it was in combine of round ", record.epoch_expected,
-      ", and may have overwritten the rows for it: no sums were formed. Mask a rank that lives off "
-      "when it has returned from its combine; to bring it back, call reinitialize on all.");
+  raise_other_masks(own.epoch, workspace.ep_rank, table.str());
 }
 
 // Of an initialised workspace of any transport.
@@ -64,7 +53,9 @@ void leave_workspace(Tensor workspace, int64_t ep_rank) {
 
 void raise_missed(const WorkspaceRows& workspace) {
   const TimeoutRecord& record = control_of(workspace, workspace.ep_rank).timeout;
-  if (record.why == Missed::kWentOn) raise_left_behind(record, workspace.ep_rank);
+  if (record.why == Missed::kWentOn) {
+    raise_left_behind(record, workspace.ep_rank, "no sums were formed");
+  }
   if (record.first_why == Missed::kMasksDiffer) raise_masks(workspace);
   raise_timeout(record, workspace.ep_rank);
 }

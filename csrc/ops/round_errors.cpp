@@ -109,6 +109,21 @@ void raise_interrupt() {
        "communication, on all ranks");
 }
 
+void raise_other_masks(uint32_t epoch, int64_t ep_rank, const std::string& masks) {
+  fail("MoEEpMaskDisagreementError", "the ranks have different active_rank_mask in round ", epoch,
+       ", found by rank ", ep_rank,
+       "; no data was delivered. Of those that it counts on, or that count on it:", masks,
+       "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
+}
+
+void raise_left_behind(const TimeoutRecord& record, int64_t ep_rank, const char* sums) {
+  fail("MoEEpMaskDisagreementError", "rank ", record.peer, " masked rank ", ep_rank,
+       " off while it was in combine of round ", record.epoch_expected,
+       ", and may have overwritten the rows for it: ", sums,
+       ". Mask a rank that lives off when it has returned from its combine (on CUDA, from check() "
+       "after that); to bring it back, call reinitialize on all.");
+}
+
 void raise_dispatch_disagreement(const RoundHeader* headers, int32_t ep_size) {
   fail("MoEEpDisagreementError",
        "the ranks called dispatch with different arguments; no data was delivered. All must call "

@@ -34,6 +34,12 @@ __device__ inline uint32_t* failed_word(const DeviceWorkspace& workspace) {
   return &workspace.own().device_round().failed;
 }
 
+// There are no masks. A peer that has left may have sent first what is still to be received, in any
+// number of slots: it is waited for until the deadline.
+__device__ inline Missed obstacle_of(const DeviceWorkspace&, int32_t, uint32_t) {
+  return Missed::kDeadline;
+}
+
 // The rows of one field, on one side of the exchange.
 struct FieldRows {
   uint8_t* data;

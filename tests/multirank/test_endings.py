@@ -26,7 +26,7 @@ from moe_ep import (
     MoEEpTimeoutError,
     create_communication,
 )
-from tests.backends import Backend, every_backend, on_each, on_the_cpu
+from tests.backends import SHARED_GPUS, Backend, every_backend, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
 from tests.problems import expect, problem_of
 from tests.ranks import RankContext
@@ -154,9 +154,7 @@ def leave_early(
     return missed, seconds
 
 
-@on_each(having="workspace", devices=(CPU,))  # a kernel does not see what a host does
-@pytest.mark.parametrize(("shared", "in_round"), [(False, False), (False, True), (True, True)])
-def test_a_rank_that_destroys_its_communication_is_missed_at_once(
+def miss_one_that_leaves(
     ranks: RunOnRanks, backend: Backend, device: str, shared: bool, in_round: bool
 ) -> None:
     results = ranks(
@@ -166,6 +164,27 @@ def test_a_rank_that_destroys_its_communication_is_missed_at_once(
         missed, seconds = results[rank]
         expect(missed, MoEEpTimeoutError, ["rank 1", "communication was destroyed"])
         assert seconds < 20
+
+
+leaving = pytest.mark.parametrize(
+    ("shared", "in_round"), [(False, False), (False, True), (True, True)]
+)
+
+
+@on_each(having="workspace", devices=(CPU,))
+@leaving
+def test_a_rank_that_destroys_its_communication_is_missed_at_once(
+    ranks: RunOnRanks, backend: Backend, device: str, shared: bool, in_round: bool
+) -> None:
+    miss_one_that_leaves(ranks, backend, device, shared, in_round)
+
+
+@on_each(having="one_sided", devices=SHARED_GPUS)  # in the FIFOs of the others are its last rows
+@leaving
+def test_a_rank_that_destroys_its_communication_is_missed_at_once_by_kernels(
+    ranks: RunOnRanks, backend: Backend, device: str, shared: bool, in_round: bool
+) -> None:
+    miss_one_that_leaves(ranks, backend, device, shared, in_round)
 
 
 def finish(communication: MoEEpCommunication, received: torch.Tensor) -> None:

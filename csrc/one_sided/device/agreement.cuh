@@ -71,7 +71,8 @@ __device__ inline void send_details(const DispatchKernelParams& p, int32_t peer,
   signal_store(&header->detailed, epoch, p.workspace.reach);
 }
 
-// Waits for a source's whole header. False: the wait has expired, and is recorded.
+// Waits for a source's whole header. False: the wait has expired, or the source, which has begun
+// this round by now, has another mask; it is recorded.
 __device__ inline bool await_details(const DispatchKernelParams& p, int32_t source, uint32_t epoch,
                                      RoundHeader& out) {
   const RoundHeader* const header = own_segment(p.workspace).round_header(source);
@@ -85,7 +86,10 @@ __device__ inline bool await_details(const DispatchKernelParams& p, int32_t sour
       out.tokens_per_rank = static_cast<int32_t>(packet.y);
       out.signature = packet.z;
       out.dispatched = packet.w;
-      return true;
+      // In the loop: lanes that still wait are to hear of it.
+      if (!found_other_mask(p.workspace, source, epoch)) return true;
+      record_missed(p.workspace, Missed::kMasksDiffer, Phase::kDispatch, source, epoch, epoch);
+      return false;
     }
     const uint32_t seen = packet.w == epoch ? detailed : packet.w;
     if (patience.exhausted(p.workspace, Phase::kDispatch, source, epoch, seen)) return false;
@@ -95,7 +99,8 @@ __device__ inline bool await_details(const DispatchKernelParams& p, int32_t sour
 // For one whole warp of the grid, which has seen a header of this epoch with another signature. It
 // comes behind what writes DeviceState and the receive counts: in the same warp, or by a barrier.
 // The ranks tell each other what they were called with, each tells its host, and the round goes on
-// without rows: its sums will be NaN. Headers and arrivals must be sent as in any round.
+// without rows: its sums will be NaN. Headers and arrivals must be sent as in any round. Ranks
+// whose masks differ cannot end the round together: each fails, as when a peer is missed.
 template <int kWords>
 __device__ __noinline__ void settle_disagreement(const DispatchKernelParams& p,
                                                  const RankSet<kWords>& active, uint32_t epoch) {

@@ -14,6 +14,7 @@ class DeviceSegment {
   MOE_EP_HOST_DEVICE DeviceSegment(const DeviceWorkspace& workspace, int32_t rank)
       : base_(workspace.base + rank * workspace.rank_stride), w_(workspace) {}
 
+  __device__ ControlBlock* control() const { return at<ControlBlock>(w_.layout.control); }
   __device__ RoundHeader* round_header(int32_t source) const {
     return at<RoundHeader>(w_.layout.round_headers) + source;
   }

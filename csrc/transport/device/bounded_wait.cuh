@@ -1,7 +1,10 @@
 // Waits on peers end by wall clock, are recorded, and leave the context alive.
 //
 // A Workspace is a rank's, of any transport, as its kernels see it: it has page, timeout_ns and
-// timeout_sec, and there is failed_word(workspace), a word in device memory that is 0 at first.
+// timeout_sec, and there are
+//   failed_word(workspace)               a word in device memory that is 0 at first
+//   obstacle_of(workspace, peer, epoch)  why a peer will not answer in the round of that epoch, as
+//                                        far as its memory tells; kDeadline: it may be slow
 #pragma once
 
 #include <cstdint>
@@ -21,8 +24,8 @@ __device__ bool has_failed(const Workspace& workspace) {
 
 // Marks the rank as failed; the first to do so tells the host why.
 template <typename Workspace>
-__device__ void record_timeout(const Workspace& workspace, Phase phase, int32_t peer,
-                               uint32_t expected, uint32_t seen) {
+__device__ void record_missed(const Workspace& workspace, Missed why, Phase phase, int32_t peer,
+                              uint32_t expected, uint32_t seen) {
   if (atomicExch(failed_word(workspace), 1u) != 0) return;
   TimeoutRecord* record = &workspace.page->timeout;
   record->peer = peer;
@@ -30,22 +33,30 @@ __device__ void record_timeout(const Workspace& workspace, Phase phase, int32_t 
   record->epoch_expected = expected;
   record->epoch_seen = seen;
   record->timeout_sec = workspace.timeout_sec;
+  record->why = why;
+  record->first_missed = peer;
+  record->first_why = why;
   __threadfence_system();  // the host sees `recorded` last
   *const_cast<volatile uint32_t*>(&record->recorded) = 1;
 }
+
+// From then on a wait looks at the peer's memory, too: far beyond a round, far below a time-out.
+inline constexpr uint64_t kLongWaitNs = 10'000'000;
 
 // The patience of one wait loop. The clock is read at every 64th poll (measured: 0 to 0.1 us a
 // round); once a wait of this rank has expired, the others give up at their next look, so that a
 // broken round ends soon.
 class Patience {
  public:
-  // Counts a poll that did not succeed. True: give up; the time-out is recorded.
+  // Counts a poll that did not succeed. True: give up; why is recorded.
   template <typename Workspace>
   __device__ bool exhausted(const Workspace& workspace, Phase phase, int32_t peer,
                             uint32_t expected, uint32_t seen) {
-    return counts_to_look() && has_run_out(workspace, phase, peer, expected, seen);
+    return counts_to_look() && (has_run_out(workspace, phase, peer, expected, seen) ||
+                                has_lost_peer(workspace, phase, peer, expected, seen));
   }
-  // The same in two steps, where it costs something to know the peer.
+  // The same in two steps, where it costs something to know the peer, and does not look at it:
+  // beside another wait that does, or where registers are dear.
   __device__ bool counts_to_look() { return (++polls_ & 63) == 0; }
   template <typename Workspace>
   __device__ bool has_run_out(const Workspace& workspace, Phase phase, int32_t peer,
@@ -54,12 +65,26 @@ class Patience {
     if (started_ == 0) started_ = now;
     if (has_failed(workspace)) return true;
     if (now - started_ <= workspace.timeout_ns) return false;
-    record_timeout(workspace, phase, peer, expected, seen);
+    record_missed(workspace, Missed::kDeadline, phase, peer, expected, seen);
     return true;
   }
 
  private:
+  template <typename Workspace>
+  __device__ bool has_lost_peer(const Workspace& workspace, Phase phase, int32_t peer,
+                                uint32_t expected, uint32_t seen) {
+    if (now_ns() - started_ <= kLongWaitNs) return false;
+    const Missed why = obstacle_of(workspace, peer, expected);
+    // The peer may have answered before it left: the polls until the next look tell.
+    const bool again = doubted_ == peer;
+    doubted_ = why == Missed::kDeadline ? -1 : peer;
+    if (!again || why == Missed::kDeadline) return false;
+    record_missed(workspace, why, phase, peer, expected, seen);
+    return true;
+  }
+
   uint32_t polls_ = 0;
+  int32_t doubted_ = -1;  // the peer that will not answer, if it has not by the next look
   uint64_t started_ = 0;
 };
 
