@@ -69,6 +69,7 @@ OPS_CUDA_SOURCES = [
     "csrc/one_sided/dispatch_packets.cu",
     "csrc/one_sided/dispatch_put.cu",
     "csrc/one_sided/launch.cu",
+    "csrc/one_sided/look_around.cu",
     "csrc/one_sided/row_copies.cu",
     "csrc/ops/compiled_code.cpp",
     "csrc/ops/cuda_call.cpp",

@@ -25,10 +25,13 @@ class MoEEpDisagreementError(MoEEpConfigError):
 
 
 class MoEEpMaskDisagreementError(MoEEpDisagreementError):
-    """The ranks called dispatch with different active_rank_mask, on the CPU.
+    """The ranks called dispatch with different active_rank_mask, or a rank was masked off while it
+    was in combine.
 
     Raised on every rank that counts on one whose mask is another; ranks that agree with all whom
     they count on go on. Nothing was delivered, and the object is broken: `reinitialize` mends it.
+    On CUDA by the next call or `check`; of a rank that was in combine, whose sums must not be used
+    then, by `check`, or after it has called dispatch without the rank that masked it off.
     """
 
 

@@ -12,6 +12,7 @@
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/combine_enter.cuh"
 #include "one_sided/device/item_feed.cuh"
+#include "one_sided/device/rows_read.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/architecture.cuh"
 #include "transport/device/memory_access.cuh"
@@ -234,6 +235,7 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
       }
       sum_piece<kType, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
     }
+    tell_rows_read(p);
   }
 }
 

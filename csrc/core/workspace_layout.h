@@ -13,9 +13,8 @@
 
 namespace moe_ep {
 
-// First bytes of a segment: private to its rank, peers never touch it. (On the CPU they read
-// `sleepers`, and how the rank is doing: `active`, `is_sending`, `has_left`, `timeout` and
-// `process`.)
+// First bytes of a segment: private to its rank, peers never touch it. (They read how the rank is
+// doing: `has_left`, and on the CPU `sleepers`, `active`, `is_sending`, `timeout` and `process`.)
 struct ControlBlock {
   uint64_t magic;  // kWorkspaceMagic once initialised
   // The workspace as this rank maps it: a clone of the tensor does not match.
@@ -31,7 +30,7 @@ struct ControlBlock {
   RankMask active;  // of the round in flight: combine must be called with the same
   // CPU: 1 while this rank is in a dispatch, and may write to those in `active`.
   uint32_t is_sending;
-  // CPU: 1 once this rank's communication was destroyed: it takes part in no further round.
+  // Not 0 once this rank's communication was destroyed: it takes part in no further round.
   uint32_t has_left;
   TimeoutRecord timeout;
   InvalidIdRecord invalid_id;
@@ -84,11 +83,14 @@ struct SendSlot {
   int32_t row;   // within this source's block there
 };
 
-// The counters of a rank's kernels: private to its rank. No grid reads a word that it writes
-// itself, so that the CTAs of a grid need not run together: dispatch reads the line that combine
-// writes, and the reverse. Counters of work are taken by one kernel and reset by the other.
+// The counters of a rank's kernels. No grid reads a word that it writes itself, so that the CTAs of
+// a grid need not run together: dispatch reads the line that combine writes, and the reverse.
+// Counters of work are taken by one kernel and reset by the other. Private to its rank, but for
+// what peers read when something is wrong: `combine_epoch` and `active` in a long wait, `rows_read`
+// and `left_reading` when a mask loses ranks.
 struct DeviceState {
   alignas(kRegionAlignment) uint32_t dispatch_epoch;  // of the last round whose combine has run
+  RankMask last_active;                               // of that round
   // Written by dispatch, read by combine.
   alignas(kRegionAlignment) uint32_t combine_epoch;  // of the round in flight
   uint32_t poisoned_epoch;  // of a round in which the ranks disagreed: its sums are NaN
@@ -102,6 +104,11 @@ struct DeviceState {
   alignas(kRegionAlignment) uint32_t combine_items;
   alignas(kRegionAlignment) uint32_t stage_items;
   alignas(kRegionAlignment) uint32_t staged_items;  // those that are done
+  // Each combine adds kArrivalsPerRound, every CTA its part once it has read its peers' rows: the
+  // word is that many times the epoch of the last round whose rows have been read.
+  alignas(kRegionAlignment) uint32_t rows_read;
+  // Ranks that this one went on without while they were reading its rows, since the beginning.
+  alignas(kRegionAlignment) RankMask left_reading;
 };
 
 struct Region {

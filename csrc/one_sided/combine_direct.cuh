@@ -8,6 +8,7 @@
 #include "one_sided/combine_plan.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/combine_enter.cuh"
+#include "one_sided/device/rows_read.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/memory_access.cuh"
 #include "transport/device/row_sum.cuh"
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
     work.find(c, piece, next_slot);
     next_slot = slot_of(piece + warps);
   }
+  tell_rows_read(p);
 }
 
 }  // namespace moe_ep::one_sided

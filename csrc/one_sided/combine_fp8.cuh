@@ -25,6 +25,7 @@
 #include "one_sided/device/fp8_sums.cuh"
 #include "one_sided/device/item_feed.cuh"
 #include "one_sided/device/quantize_sums.cuh"
+#include "one_sided/device/rows_read.cuh"
 #include "one_sided/device/sum_items.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "one_sided/device/warp_roles.cuh"
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(kFp8Threads, 1)
   if (speaks_with_peers()) {
     verdict.give(exchange_flags(p, when_flags_are_set(c, round)));
     last_wait.is_over();
+    if (blockIdx.x == 0 && lane_id() == 0) tell_nothing_to_read(p);
     return;
   }
 

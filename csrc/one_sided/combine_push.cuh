@@ -24,6 +24,7 @@
 #include "one_sided/device/push_round.cuh"
 #include "one_sided/device/push_send.cuh"
 #include "one_sided/device/routing.cuh"
+#include "one_sided/device/rows_read.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "one_sided/device/workspace.cuh"
 #include "transport/device/memory_access.cuh"
@@ -89,6 +90,7 @@ __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
     exchange_flags(p, c.reads_come_first ? FlagsAreSet::kLater : FlagsAreSet::kWithoutFence);
+    if (lane_id() == 0) tell_nothing_to_read(p);
     allow_next_kernel();
     return;
   }

@@ -22,6 +22,11 @@ struct CudaContext {
 // have done this and have waited for it.
 cudaError_t initialize_on_device(const WorkspaceView& workspace, cudaStream_t stream);
 
+// Behind the last combine: tells the page if a rank of its round has gone on without this one while
+// it was reading.
+cudaError_t launch_look_around(const WorkspaceView& workspace, StatusPage* page,
+                               cudaStream_t stream);
+
 // p.out_* may point into the own segment (then nothing is copied) or to fresh tensors. One kernel;
 // two, if many tokens' ids go to fresh tensors.
 cudaError_t launch_dispatch(const DispatchParams& p, const CudaContext& context);

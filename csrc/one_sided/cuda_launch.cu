@@ -22,30 +22,6 @@ bool is_aligned(const void* start, int64_t stride, int64_t row_bytes) {
   return bits % kRowAlignment == 0;
 }
 
-DeviceWorkspace device_workspace(const WorkspaceView& view, int32_t timeout_sec,
-                                 const CudaContext& context) {
-  const Geometry& g = view.geometry;
-  DeviceWorkspace w{};
-  w.base = view.base;
-  w.rank_stride = view.rank_stride;
-  w.ep_rank = view.ep_rank;
-  w.ep_size = g.ep_size;
-  w.top_k = g.top_k;
-  w.max_destinations = g.max_destinations();
-  w.low_latency_tokens = g.low_latency_tokens;
-  w.push_slots = g.push_slots();
-  w.reach = g.spans_gpus != 0 ? Reach::kSystem : Reach::kGpu;
-  w.eplb_stats_num_experts = g.eplb_stats_num_experts;
-  w.layout = WorkspaceLayout::of(g);
-  w.dispatch_slot_bytes = PacketSlots::of_dispatch(g);
-  w.stats_slot_bytes = PacketSlots::of_stats(g);
-  w.combine_slot_bytes = PacketSlots::of_combine(g);
-  w.page = context.page;
-  w.timeout_ns = static_cast<uint64_t>(timeout_sec) * 1'000'000'000u;
-  w.timeout_sec = timeout_sec;
-  return w;
-}
-
 uint32_t signature_of(const DispatchParams& p) {
   uint32_t hash = mixed(1, static_cast<uint64_t>(p.tokens_per_rank));
   hash = mixed(hash, p.has_weights);
@@ -71,6 +47,30 @@ uint32_t signature_of(const CombineParams& p) {
 }
 
 }  // namespace
+
+DeviceWorkspace device_workspace(const WorkspaceView& view, int32_t timeout_sec,
+                                 const CudaContext& context) {
+  const Geometry& g = view.geometry;
+  DeviceWorkspace w{};
+  w.base = view.base;
+  w.rank_stride = view.rank_stride;
+  w.ep_rank = view.ep_rank;
+  w.ep_size = g.ep_size;
+  w.top_k = g.top_k;
+  w.max_destinations = g.max_destinations();
+  w.low_latency_tokens = g.low_latency_tokens;
+  w.push_slots = g.push_slots();
+  w.reach = g.spans_gpus != 0 ? Reach::kSystem : Reach::kGpu;
+  w.eplb_stats_num_experts = g.eplb_stats_num_experts;
+  w.layout = WorkspaceLayout::of(g);
+  w.dispatch_slot_bytes = PacketSlots::of_dispatch(g);
+  w.stats_slot_bytes = PacketSlots::of_stats(g);
+  w.combine_slot_bytes = PacketSlots::of_combine(g);
+  w.page = context.page;
+  w.timeout_ns = static_cast<uint64_t>(timeout_sec) * 1'000'000'000u;
+  w.timeout_sec = timeout_sec;
+  return w;
+}
 
 DispatchKernelParams kernel_params(const DispatchParams& p, const CudaContext& context) {
   const Geometry& g = p.workspace.geometry;

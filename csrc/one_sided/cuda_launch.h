@@ -12,6 +12,8 @@
 
 namespace moe_ep::one_sided {
 
+DeviceWorkspace device_workspace(const WorkspaceView& view, int32_t timeout_sec,
+                                 const CudaContext& context);
 DispatchKernelParams kernel_params(const DispatchParams& p, const CudaContext& context);
 CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& context);
 

@@ -50,7 +50,10 @@ Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
 
 void check_workspace(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
-  check_rounds(view, CudaCall(workspace));
+  const CudaCall call(workspace);
+  check_rounds(view, call, [&](StatusPage* page) {
+    return one_sided::launch_look_around(view, page, call.stream());
+  });
 }
 
 void forget(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank) {

@@ -77,8 +77,9 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
             on `device`: then it is read when the kernel runs, also in a captured graph. Tokens to
             other ranks are dropped, and nothing is sent to them or awaited from them. None: all
             ranks are active. Mask a rank only once it is dead or has returned from its last
-            combine: nobody waits until it has read what it still needs. To have it back, call
-            `reinitialize` on it and on the others, before its bit is set again.
+            combine, on CUDA from a `check` behind it: nobody waits until it has read what it still
+            needs. To have it back, call `reinitialize` on it and on the others, before its bit is
+            set again.
         """
         self._check_call("dispatch", active_rank_mask)
         return self._run_dispatch(

@@ -145,6 +145,15 @@ __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& pla
   }
 }
 
+// For the next dispatch, whom it loses. Words that no rank is in stay zero.
+__device__ inline void keep_mask(const CombineRound& round, DeviceState* state, int32_t ep_size) {
+  state->last_active.words[0] = round.first_active();
+#pragma unroll 1
+  for (int32_t w = 1; w < rank_mask_words(ep_size); ++w) {
+    state->last_active.words[w] = state->active.words[w];
+  }
+}
+
 // The rest of exchange_flags, once the round is known.
 __device__ inline bool exchange_flags_of(const CombineKernelParams& p,
                                          const PeerAddresses& addresses, const CombineRound& round,
@@ -153,6 +162,7 @@ __device__ inline bool exchange_flags_of(const CombineKernelParams& p,
     if (set != FlagsAreSet::kLater) set_flags_at_once(p, round, addresses.flag_there);
     if (lane_id() == 0 && !round.failed()) {
       addresses.state->dispatch_epoch = round.epoch();
+      keep_mask(round, addresses.state, p.workspace.ep_size);
       addresses.state->dispatch_items = 0;
     }
   }

@@ -50,6 +50,8 @@ class CombineRound {
     if (rank < kRanksPerMaskWord) return (words_.first_active >> rank) & 1;
     return state_.active.contains(rank);
   }
+  // Ranks 0 to 63 of those.
+  __device__ uint64_t first_active() const { return words_.first_active; }
   // A rank that is misused has no rows to offer, and says so by a signature that matches nobody's.
   __device__ uint32_t signature() const { return misused() ? ~p_.signature : p_.signature; }
 

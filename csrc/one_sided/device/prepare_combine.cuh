@@ -5,6 +5,7 @@
 
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/routing.cuh"
+#include "one_sided/device/rows_read.cuh"
 #include "one_sided/device/workspace.cuh"
 
 namespace moe_ep::one_sided {
@@ -30,6 +31,13 @@ __device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWo
     state->combine_items = 0;
     state->stage_items = 0;
     state->staged_items = 0;
+    bool all_take_part = true;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int32_t ranks = min(max(p.workspace.ep_size - w * 32, 0), 32);
+      all_take_part &= active.words[w] == (ranks == 32 ? ~0u : bits_below(ranks));
+    }
+    if (!all_take_part) leave_ranks_behind(p.workspace, epoch);
   }
 }
 

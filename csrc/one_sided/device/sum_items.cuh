@@ -10,6 +10,7 @@
 #include "one_sided/device/bounded_wait.cuh"
 #include "one_sided/device/combine_enter.cuh"
 #include "one_sided/device/item_feed.cuh"
+#include "one_sided/device/rows_read.cuh"
 
 namespace moe_ep::one_sided {
 
@@ -87,6 +88,7 @@ __device__ void sum_items(const CombineKernelParams& p, const StagePlan& stage, 
   const bool valid = agree_on_rows(ready);
   sum_from(p, plan, feed, item, valid, kSumWarps + 1,
            [&](const Item& one, bool) { sum(one, valid); });
+  tell_rows_read(p);
 }
 
 }  // namespace moe_ep::one_sided
