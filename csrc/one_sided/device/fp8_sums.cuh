@@ -131,7 +131,8 @@ __device__ inline bool await_part(const Fp8Combine& c, uint32_t epoch, const Sen
     if (!__any_sync(kAllLanes, is_late)) break;
     // What the flag says now is of some earlier round that had so many rows.
     const bool gives_up =
-        is_late && patience.exhausted(p.workspace, Phase::kCombine, slot.rank, epoch, epoch - 1);
+        is_late && patience.counts_to_look() &&
+        patience.has_run_out(p.workspace, Phase::kCombine, slot.rank, epoch, epoch - 1);
     if (__any_sync(kAllLanes, gives_up)) return false;
   }
   __syncwarp();  // what one lane has waited for, all read
