@@ -37,7 +37,7 @@ void DeviceWorkspaces::add(const RankWorkspace& workspace, const CudaCall& call)
     old->device = call.device();
     old->timeout_was_raised = false;
     // What it knows of streams stays: a graph that was captured before may run at any time.
-    std::memset(old->page, 0, sizeof *old->page);
+    *old->page = StatusPage{};
     return;
   }
   const std::lock_guard lock(mutex_);
