@@ -109,6 +109,7 @@ class Geometry:
         spans_gpus: int = 1,
         prefers_packets: int = 0,
         max_top_k: int = 0,
+        has_rank_masks: int = 1,
     ) -> None: ...
     @property
     def ep_size(self) -> int: ...

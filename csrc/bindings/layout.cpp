@@ -38,7 +38,8 @@ std::vector<int64_t> fields_of(const Geometry& g) {
           g.low_latency_tokens,
           g.spans_gpus,
           g.prefers_packets,
-          g.max_top_k};
+          g.max_top_k,
+          g.has_rank_masks};
 }
 
 // Bytes from the start of a segment.
@@ -102,7 +103,8 @@ void bind_layout(py::module_& m) {
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
            py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 1,
-           py::arg("prefers_packets") = 0, py::arg("max_top_k") = 0)
+           py::arg("prefers_packets") = 0, py::arg("max_top_k") = 0,
+           py::arg("has_rank_masks") = 1)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)

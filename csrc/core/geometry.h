@@ -23,6 +23,7 @@ struct Geometry {
   // 1: those tokens come back as packets, too. 0: only where that was measured to be faster.
   int32_t prefers_packets;
   int32_t max_top_k;  // of the layers that take turns in the workspace; the others have room, too
+  int32_t has_rank_masks;  // 1: rounds may go on without some ranks. 0: all take part in all
 
   // Per rank; there is room for so many that come back as packets.
   MOE_EP_HOST_DEVICE constexpr int32_t push_slots() const {
@@ -47,7 +48,8 @@ struct Geometry {
                                static_cast<uint64_t>(eplb_stats_num_experts),
                                static_cast<uint64_t>(low_latency_tokens),
                                static_cast<uint64_t>(spans_gpus),
-                               static_cast<uint64_t>(prefers_packets)};
+                               static_cast<uint64_t>(prefers_packets),
+                               static_cast<uint64_t>(has_rank_masks)};
     return fingerprint_of(fields);
   }
 };

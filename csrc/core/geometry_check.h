@@ -25,7 +25,8 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
                                int64_t max_tokens_per_rank, int64_t dispatch_bytes_per_token,
                                int64_t combine_bytes_per_token, int64_t eplb_stats_num_experts,
                                int64_t low_latency_tokens, int64_t spans_gpus,
-                               int64_t prefers_packets, int64_t max_top_k) {
+                               int64_t prefers_packets, int64_t max_top_k,
+                               int64_t has_rank_masks) {
   constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
   const auto in_range = [](const char* name, int64_t value, int64_t low, int64_t high) {
     return static_cast<int32_t>(require_in_range(name, value, low, high));
@@ -46,6 +47,7 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
   g.spans_gpus = in_range("spans_gpus", spans_gpus, 0, 1);
   g.prefers_packets = in_range("prefers_packets", prefers_packets, 0, 1);
   g.max_top_k = max_top_k == 0 ? g.top_k : in_range("max_top_k", max_top_k, g.top_k, kMaxTopK);
+  g.has_rank_masks = in_range("has_rank_masks", has_rank_masks, 0, 1);
   // Divided, not multiplied: the products of the layout are known to fit 64 bits only after this.
   const int64_t bytes_per_row = g.dispatch_bytes_per_token + g.combine_bytes_per_token +
                                 g.max_top_k * static_cast<int64_t>(sizeof(int32_t) + sizeof(float));

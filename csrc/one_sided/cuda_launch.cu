@@ -61,6 +61,7 @@ DeviceWorkspace device_workspace(const WorkspaceView& view, int32_t timeout_sec,
   w.low_latency_tokens = g.low_latency_tokens;
   w.push_slots = g.push_slots();
   w.reach = g.spans_gpus != 0 ? Reach::kSystem : Reach::kGpu;
+  w.has_rank_masks = g.has_rank_masks != 0;
   w.eplb_stats_num_experts = g.eplb_stats_num_experts;
   w.layout = WorkspaceLayout::of(g);
   w.dispatch_slot_bytes = PacketSlots::of_dispatch(g);

@@ -24,7 +24,8 @@ struct DeviceWorkspace {
   int32_t low_latency_tokens;
   int32_t push_slots;
   int32_t eplb_stats_num_experts;
-  Reach reach;  // of signals to the other ranks
+  Reach reach;          // of signals to the other ranks
+  bool has_rank_masks;  // ranks may be left behind
   WorkspaceLayout layout;
   uint64_t dispatch_slot_bytes;  // of PacketSlots
   uint64_t stats_slot_bytes;

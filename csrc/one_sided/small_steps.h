@@ -86,7 +86,8 @@ constexpr Geometry of(int32_t ep_size, int32_t low_latency_tokens, int64_t row_b
           low_latency_tokens,
           /*spans_gpus=*/1,
           prefers_packets,
-          /*max_top_k=*/8};
+          /*max_top_k=*/8,
+          /*has_rank_masks=*/1};
 }
 
 static_assert(pushed(of(2, 32, 14336, 0)) == 8 && pushed(of(2, 4, 2, 0)) == 4);

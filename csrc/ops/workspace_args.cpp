@@ -43,9 +43,10 @@ void set_interrupt_check(int64_t address) {
 }
 
 Geometry geometry_from(const std::vector<int64_t>& f) {
-  check(f.size() == 11, "geometry must have 11 fields, got ", f.size());
+  check(f.size() == 12, "geometry must have 12 fields, got ", f.size());
   try {
-    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10]);
+    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10],
+                          f[11]);
   } catch (const std::invalid_argument& error) {
     fail("MoEEpConfigError", error.what());
   }
@@ -122,6 +123,7 @@ ControlBlock& initialised_control(const one_sided::WorkspaceView& workspace) {
 ActiveRanks active_ranks_from(const std::optional<Tensor>& mask, const Tensor& workspace,
                               const Geometry& g, int64_t ep_rank) {
   if (!mask.has_value()) return {RankMask::all(g.ep_size), nullptr};
+  check(g.has_rank_masks != 0, "active_rank_mask needs a geometry with has_rank_masks=1");
   const int32_t words = rank_mask_words(g.ep_size);
   check_dtype(mask->scalar_type() == ScalarType::UInt64, "active_rank_mask must be uint64");
   check(mask->dim() == 1 && mask->size(0) == words, "active_rank_mask must have shape [", words,

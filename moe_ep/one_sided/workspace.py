@@ -50,6 +50,7 @@ def geometry_of(
             spans_gpus=int(spans_gpus),
             prefers_packets=int(packets.always and on_cuda),
             max_top_k=top_k,
+            has_rank_masks=int(config.enable_rank_mask),
         )
     except ValueError as error:
         raise MoEEpConfigError(f"{error}.") from None

@@ -174,7 +174,7 @@ class Rank : Player {
 int main(int argc, char** argv) {
   const Arguments arguments(argc, argv);
   const Geometry geometry = valid_geometry(arguments.ranks, kNumExperts, kTopK, kCapacity,
-                                           kRowBytes, kRowBytes, 0, 0, 0, 0, 0);
+                                           kRowBytes, kRowBytes, 0, 0, 0, 0, 0, 1);
   const uint64_t segment_bytes = WorkspaceLayout::of(geometry).segment_bytes;
   return arguments.verdict(play<Rank>(arguments, geometry, segment_bytes));
 }

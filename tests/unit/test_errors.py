@@ -41,7 +41,7 @@ def test_other_messages_stand_for_no_error(message):
 
 def test_ops_raise_the_errors_themselves():
     memory = torch.zeros(1, 64, dtype=torch.uint8)
-    with pytest.raises(moe_ep.MoEEpConfigError, match=r"^geometry must have 11 fields, got 0$"):
+    with pytest.raises(moe_ep.MoEEpConfigError, match=r"^geometry must have 12 fields, got 0$"):
         torch.ops.moe_ep.cake_check(memory, [], 0)
     with pytest.raises(TypeError, match="recv_token_counts must be int32"):
         torch.ops.moe_ep.sanitize_expert_ids(

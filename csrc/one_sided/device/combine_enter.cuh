@@ -162,7 +162,7 @@ __device__ inline bool exchange_flags_of(const CombineKernelParams& p,
     if (set != FlagsAreSet::kLater) set_flags_at_once(p, round, addresses.flag_there);
     if (lane_id() == 0 && !round.failed()) {
       addresses.state->dispatch_epoch = round.epoch();
-      keep_mask(round, addresses.state, p.workspace.ep_size);
+      if (p.workspace.has_rank_masks) keep_mask(round, addresses.state, p.workspace.ep_size);
       addresses.state->dispatch_items = 0;
     }
   }

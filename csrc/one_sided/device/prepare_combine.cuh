@@ -31,6 +31,7 @@ __device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWo
     state->combine_items = 0;
     state->stage_items = 0;
     state->staged_items = 0;
+    if (!p.workspace.has_rank_masks) return;
     bool all_take_part = true;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {

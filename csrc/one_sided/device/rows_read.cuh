@@ -4,7 +4,8 @@
 // begins a round without ranks of the round before looks whether these have read all, before it can
 // write its rows again, and notes the others in `left_reading`. There they find themselves: in
 // check(), or when they begin another round. The count takes no look and no fence: where no mask
-// loses a rank, nobody waits for it.
+// loses a rank, nobody waits for it. It is only taken where there are masks: a barrier and an atomic
+// at the end of each CTA were 0.3 us and more of a round of one token.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,7 @@ __device__ inline void count_rows_read(const CombineKernelParams& p, uint32_t pa
 
 // By all threads of every CTA of a combine that reads peers' memory, at the end.
 __device__ inline void tell_rows_read(const CombineKernelParams& p) {
+  if (!p.workspace.has_rank_masks) return;
   __syncthreads();
   if (threadIdx.x != 0) return;
   count_rows_read(p, blockIdx.x == 0 ? kArrivalsPerRound - (gridDim.x - 1) : 1);
@@ -33,6 +35,7 @@ __device__ inline void tell_rows_read(const CombineKernelParams& p) {
 
 // By one thread of a combine that reads no peer's memory, of CTA 0.
 __device__ inline void tell_nothing_to_read(const CombineKernelParams& p) {
+  if (!p.workspace.has_rank_masks) return;
   count_rows_read(p, kArrivalsPerRound);
 }
 
