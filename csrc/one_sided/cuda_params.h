@@ -24,8 +24,7 @@ struct DeviceWorkspace {
   int32_t low_latency_tokens;
   int32_t push_slots;
   int32_t eplb_stats_num_experts;
-  Reach reach;          // of signals to the other ranks
-  bool has_rank_masks;  // ranks may be left behind
+  Reach reach;  // of signals to the other ranks
   WorkspaceLayout layout;
   uint64_t dispatch_slot_bytes;  // of PacketSlots
   uint64_t stats_slot_bytes;
@@ -33,6 +32,7 @@ struct DeviceWorkspace {
   StatusPage* page;  // pinned host memory
   uint64_t timeout_ns;
   int32_t timeout_sec;
+  bool has_rank_masks;  // ranks may be left behind
 };
 
 // A rank mask by value, or in device memory: then it is read when the kernel runs.
