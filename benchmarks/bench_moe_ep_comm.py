@@ -18,6 +18,7 @@ On the CPU a sample is one round. On GPUs it is the mean of the 50 (to 256 token
 on one GPU run under MPS with equal shares of its multiprocessors. "of copy kernel" is against a
 plain kernel of torch that reads and writes 16 bytes a thread, 256 MiB in each process, all at once.
 "link" is what leaves or reaches the busiest GPU, against copies between GPUs in both directions.
+"fifo kernels", beside nvlink_two_sided, are the memory traffic of such a round without its flags.
 """
 
 from __future__ import annotations

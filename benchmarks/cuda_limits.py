@@ -13,17 +13,23 @@ COPY_BYTES = 256 << 20
 _COPIES = 4
 
 
-class _Copy(Contestant):
+class CudaCopy(Contestant):
     """All ranks copy at once. A sample's time is what `counted_bytes` take at that rate."""
 
     rounds_per_sample = _COPIES
 
-    def __init__(self, counted_bytes: int, bytes_per_copy: int, place: Place) -> None:
+    def __init__(
+        self,
+        counted_bytes: int,
+        bytes_per_copy: int,
+        place: Place,
+        source_bytes: int = COPY_BYTES,
+    ) -> None:
         """bytes_per_copy: what one copy by all ranks counts."""
         self.counted_bytes = counted_bytes
         self._scale = counted_bytes / bytes_per_copy / _COPIES
         self._line_up = place.spin.wait
-        size = COPY_BYTES // 4
+        size = source_bytes // 4
         self._source = torch.empty(size, dtype=torch.int32, device=place.device).random_()
         self._target = self._new_target(place)
 
@@ -62,7 +68,7 @@ class _Copy(Contestant):
         torch.cuda.synchronize()
 
 
-class KernelCopy(_Copy):
+class KernelCopy(CudaCopy):
     """A plain kernel that reads 16 bytes a thread, inverts the bits and writes them: the copy limit
     of work by kernels.
     """
@@ -76,13 +82,13 @@ class KernelCopy(_Copy):
         return self._target.bitwise_not()
 
 
-class DriverCopy(_Copy):
+class DriverCopy(CudaCopy):
     """cudaMemcpyAsync within the GPU (torch's copy_)."""
 
     name = "memcpy"
 
 
-class LinkCopy(_Copy):
+class LinkCopy(CudaCopy):
     """cudaMemcpyPeerAsync to the next GPU, all GPUs at once: the limit of one direction."""
 
     name = "link memcpy"

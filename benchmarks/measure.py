@@ -13,6 +13,7 @@ import torch.distributed as dist
 from contestants import Contestant, HostCopy, HostRounds
 from cuda_contestants import cuda_contestant
 from cuda_limits import cuda_limits
+from fifo_copy import FifoCopy
 from places import Place
 from rounds import Rounds
 from torch import Tensor
@@ -160,6 +161,8 @@ def _contestants(workload: Workload, place: Place, variants: list[Variant]) -> l
     limits: list[Contestant]
     if place.device.type == "cuda":
         limits = cuda_limits(moved, workload.link_bytes(), place)
+        if any(variant.backend == "nvlink_two_sided" for variant in variants):
+            limits.append(FifoCopy(moved, min(case.ranks, case.top_k), place))
     else:
         limits = [HostCopy(moved, case.ranks)]
     return entries + [Entry(limit, None, workload) for limit in limits]
