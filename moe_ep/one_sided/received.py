@@ -228,10 +228,7 @@ def _new_received_rows(
     payloads: Sequence[Tensor],
 ) -> list[Tensor]:
     where = (workspace, geometry, ep_rank, tokens_per_rank, _row_bytes(payloads))
-    return [
-        ops.received_rows(*where, index).view(payload.dtype)
-        for index, payload in enumerate(payloads)
-    ]
+    return [ops.received_rows(*where, i, payload.dtype) for i, payload in enumerate(payloads)]
 
 
 def _row_bytes(payloads: Sequence[Tensor]) -> list[int]:
