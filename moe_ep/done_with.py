@@ -19,10 +19,10 @@ def goes_into(made: Node, combines: Sequence[Any], reads: Sequence[Any]) -> bool
     writes to any tensor. An op is followed whether or not what it returns may be a view: one that a
     compiler fuses reads its inputs where its last user is.
 
-    made: a call whose first argument is the workspace. reads: ops that leave the workspace as it
-        is, and are passed over.
+    made: a call whose first argument is the workspace.
+    reads: ops that leave the workspace as it is, and are passed over.
     """
-    workspace = made.args[0]
+    workspace = made.args[0] if made.args else None
     if not isinstance(workspace, Node) or workspace.op != "placeholder":
         return False  # a clone, say, which the op will refuse
     place = {node: index for index, node in enumerate(made.graph.nodes)}
@@ -52,7 +52,7 @@ def _is_unused_item(node: Node) -> bool:
 
 
 def _only_reads(node: Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    is_op = isinstance(node.target, torch._ops.OpOverload)
-    return node.op == "call_function" and is_op and not node.target._schema.is_mutable
+    op = node.target
+    return op is operator.getitem or (
+        isinstance(op, torch._ops.OpOverload) and not op._schema.is_mutable
+    )

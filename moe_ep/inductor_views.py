@@ -7,7 +7,7 @@ place, as eager code does: what reads it then comes before combine, whose input 
 order that Inductor may choose. Everything else stays a copy, since from combine on the workspace is
 the peers'. `moe_ep/done_with.py` says how that is told.
 
-There is no public way to do so. An Inductor that lacks what this needs makes copies.
+There is no public way to do so. An Inductor that lacks what this needs goes on making copies.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ def teach_inductor(*backends: str) -> None:
     backends: what the names of their ops begin with.
     """
     try:
-        from torch._inductor.lowering import (
-            get_layout_constraint_tag,
-            lowerings,
-            make_fallback,
-            tag_to_layout_constraint,
-        )
-    except ImportError:
-        return
+        for backend in backends:
+            _teach(backend)
+    except (ImportError, AttributeError, TypeError):
+        return  # it goes on as it is
 
-    def replace(op: Any, by: Callable[[Lowering], Lowering]) -> None:
-        # As Inductor does with an op that it meets for the first time, but for the last line.
-        tag = get_layout_constraint_tag(op, with_default=True)
-        make_fallback(op, layout_constraint=tag_to_layout_constraint(tag))
-        lowerings[op] = by(lowerings[op])
 
-    for backend in backends:
-        combines = [_op(backend, name) for name in ("combine", "combine_out", "combine_quantized")]
-        rows, in_place = _op(backend, "received_rows"), _op(backend, "dispatch_in_place")
-        has_views = functools.partial(_may_be_views, combines=combines, reads=[rows])
-        replace(_op(backend, "dispatch"), functools.partial(_dispatch, in_place, has_views))
-        replace(rows, functools.partial(_received_rows, has_views))
+def _teach(backend: str) -> None:
+    combines = [_op(backend, name) for name in ("combine", "combine_out", "combine_quantized")]
+    rows, in_place = _op(backend, "received_rows"), _op(backend, "dispatch_in_place")
+    has_views = functools.partial(_may_be_views, combines=combines, reads=[rows])
+    _replace(_op(backend, "dispatch"), functools.partial(_dispatch, in_place, has_views))
+    _replace(rows, functools.partial(_received_rows, has_views))
+
+
+def _replace(op: Any, by: Callable[[Lowering], Lowering]) -> None:
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    # As Inductor does with an op that it meets for the first time, but for the last line.
+    constraint = tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
+    make_fallback(op, layout_constraint=constraint)  # type: ignore[no-untyped-call]
+    lowerings[op] = by(lowerings[op])
 
 
 def _op(backend: str, name: str) -> Any:
@@ -63,8 +64,8 @@ def _may_be_views(combines: list[Any], reads: list[Any]) -> bool:
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph
-    if graph.cpp_wrapper or graph.aot_mode or hasattr(graph, "parent"):
-        return False  # code that outlives the process, or a graph within another
+    if getattr(graph, "cpp_wrapper", True) or hasattr(graph, "parent"):
+        return False  # a program that leaves the process, or a graph within another
     return goes_into(graph.current_node, combines, reads)
 
 
@@ -72,10 +73,13 @@ def _dispatch(in_place: Any, has_views: Callable[[], bool], copies: Lowering) ->
     def lower(*args: Any, **kwargs: Any) -> Any:
         from torch._inductor.virtualized import V
 
+        graph: Any = V.graph
+        if len(args) < 10 or not has_views():
+            return copies(*args, **kwargs)
         workspace, _, topk_weights, _, stats, _, geometry, ep_rank, _, tokens_per_rank = args[:10]
-        used = {got.args[1] for got in V.graph.current_node.users if got.users}
+        used = {got.args[1] for got in graph.current_node.users if got.users}
         is_there = (True, topk_weights is not None, True, stats is not None)
-        if not has_views() or not all(is_there[index] for index in used):
+        if not all(is_there[index] for index in used):
             return copies(*args, **kwargs)
         _call(in_place, *args, **kwargs)
         view = torch.ops.moe_ep.received_routing_view.default
@@ -87,10 +91,11 @@ def _dispatch(in_place: Any, has_views: Callable[[], bool], copies: Lowering) ->
 
 def _received_rows(has_views: Callable[[], bool], copy: Lowering) -> Lowering:
     def lower(*args: Any, **kwargs: Any) -> Any:
-        *_, row_bytes, index, _ = args
-        # A graph takes its tensors for dense ones.
-        if not _is_dense(row_bytes[index]) or not has_views():
+        if len(args) < 7 or not has_views():
             return copy(*args, **kwargs)
+        row_bytes, index = args[4:6]
+        if not _is_dense(row_bytes[index]):
+            return copy(*args, **kwargs)  # a graph takes its tensors for dense ones
         return _view(torch.ops.moe_ep.received_rows_view.default, *args, **kwargs)
 
     return lower
@@ -113,4 +118,5 @@ def _view(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor.lowering import fallback_handler
 
-    return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
+    lower: Lowering = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+    return lower(*args, **kwargs)

@@ -21,8 +21,7 @@ Tensor call(const char* op, const char* overload, std::array<StableIValue, kArgu
 Tensor view_of(const Tensor& workspace, const one_sided::WorkspaceView& view, uint64_t start,
                int64_t height, int64_t width, int64_t pitch, ScalarType dtype) {
   using torch::stable::detail::from;
-  const Tensor elements =
-      call<2>("aten::view", "dtype", {from(workspace), from(dtype)});
+  const Tensor elements = call<2>("aten::view", "dtype", {from(workspace), from(dtype)});
   const auto element = static_cast<int64_t>(elements.element_size());
   const int64_t first = elements.storage_offset() + view.ep_rank * elements.stride(0) +
                         static_cast<int64_t>(start) / element;
@@ -40,9 +39,9 @@ Tensor received_rows_view(Tensor workspace, std::vector<int64_t> geometry, int64
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const PayloadPlacement placement =
       placement_from(view.geometry, tokens_per_rank, row_bytes, index);
-  return view_of(workspace, view, placement.offset[index],
-                 view.geometry.ep_size * tokens_per_rank, columns_of(row_bytes[index], dtype),
-                 static_cast<int64_t>(placement.pitch[index]), dtype);
+  return view_of(workspace, view, placement.offset[index], view.geometry.ep_size * tokens_per_rank,
+                 columns_of(row_bytes[index], dtype), static_cast<int64_t>(placement.pitch[index]),
+                 dtype);
 }
 
 Tensor received_routing_view(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import lowering
 from torch._inductor.utils import run_and_get_code
 
 from moe_ep import (
@@ -20,6 +21,7 @@ from moe_ep import (
     MoEEpDispatchResult,
     QuantFormat,
     create_communication,
+    inductor_views,
 )
 from moe_ep.dispatch_result import copy_of
 from tests.backends import one_sided_names
@@ -133,7 +135,10 @@ CASES: dict[str, tuple[Experts, dict[str, int]]] = {
         lambda got: (got.hidden_states * 2, lambda sums: sums + got.hidden_states),
         ROWS_COPIED,
     ),
-    "rows returned": (lambda got: (got.hidden_states * 2, lambda _: got.hidden_states), ROWS_COPIED),
+    "rows returned": (
+        lambda got: (got.hidden_states * 2, lambda _: got.hidden_states),
+        ROWS_COPIED,
+    ),
     "an alias kept": (
         lambda got: (got.hidden_states * 2, lambda _: got.hidden_states.t()[2:]),
         ROWS_COPIED,
@@ -176,6 +181,60 @@ def test_what_is_used_after_combine_is_copied(case: str) -> None:
         assert calls(code, "cake") == {**wanted, "combine": 2}
 
 
+def test_what_a_graph_has_no_views_of_is_not_written_to() -> None:
+    """Inductor writes over what it has made and needs no more, but views are none of it."""
+    with create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake") as comm:
+        x, ids, weights = inputs(0, CAPACITY)
+        rows = comm.dispatch(x, ids, weights).hidden_states  # where all rounds leave them
+        comm.combine(rows)
+
+        def model(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return comm.combine(comm.dispatch(x, ids, weights).hidden_states * 2 + 1)
+
+        got, code = compiled_code(model, x + 1, ids, weights)
+        assert torch.equal(got, (x + 1) * 2 + 1)
+        assert torch.equal(rows, x + 1)
+        wanted = {"dispatch": 0, "dispatch_in_place": 1, "received_rows": 0, "combine": 1}
+        assert calls(code, "cake") == wanted
+
+
+def test_views_of_quantised_rows_and_scales_move_with_the_number_of_tokens() -> None:
+    """Scales lie behind the rows, of which there are tokens_per_rank."""
+    hidden = 512  # rows of scales are dense: 16 bytes
+    params = MoEEpCommParams(
+        EXPERTS,
+        TOP_K,
+        CAPACITY,
+        hidden,
+        dtype=torch.float32,
+        dispatch_format=QuantFormat.DeepSeekFp8,
+    )
+    with create_communication(BootstrapConfig(1, 0, device="cpu"), params, "cake") as comm:
+
+        def model(rows: Tensor, scales: Tensor, ids: Tensor, tokens_per_rank: int) -> Tensor:
+            how = {"runtime_max_tokens_per_rank": tokens_per_rank, "hidden_states_scale": scales}
+            got = comm.dispatch(rows.view(torch.float8_e4m3fn), ids, **how)
+            assert got.hidden_states_scale is not None
+            values = got.hidden_states.view(torch.uint8).float()
+            return comm.combine(values * got.hidden_states_scale.sum(1, keepdim=True))
+
+        given = []
+        for tokens_per_rank in (5, 7, 3, 8):
+            random = torch.Generator().manual_seed(tokens_per_rank)
+            rows = torch.randint(0, 120, (tokens_per_rank, hidden), generator=random).byte()
+            scales = torch.randint(1, 9, (tokens_per_rank, 4), generator=random).float()
+            ids = torch.zeros(tokens_per_rank, TOP_K, dtype=torch.int64)
+            given.append((rows, scales, ids, tokens_per_rank))
+        compiled = torch.compile(model, fullgraph=True)
+        got, codes = run_and_get_code(lambda: [compiled(*arguments) for arguments in given])
+    for sums, (rows, scales, *_) in zip(got, given, strict=True):
+        assert torch.equal(sums, rows.float() * scales.sum(1, keepdim=True))
+    assert len(codes) == 2, "the second one takes any number of tokens"
+    for code in codes:
+        assert code.count("received_rows_view.default(") == 2
+        assert calls(code, "cake")["received_rows"] == 0
+
+
 def test_rows_that_lie_apart_are_copied() -> None:
     """Graphs take them for dense."""
     params = MoEEpCommParams(EXPERTS, TOP_K, CAPACITY, 3, dtype=torch.float32)
@@ -186,9 +245,25 @@ def test_rows_that_lie_apart_are_copied() -> None:
         want = model(*given)
         got, code = compiled_code(model, *given)
         assert torch.equal(got, want)
-        assert calls(code, "cake") == {
-            "dispatch": 0,
-            "dispatch_in_place": 2,
-            "received_rows": 2,
-            "combine": 2,
-        }
+        wanted = {"dispatch": 0, "dispatch_in_place": 2, "received_rows": 2, "combine": 2}
+        assert calls(code, "cake") == wanted
+
+
+def test_an_inductor_that_lacks_what_this_needs_makes_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for op in [op for op in lowering.lowerings if str(op).startswith("moe_ep.cake")]:
+        monkeypatch.delitem(lowering.lowerings, op)
+    monkeypatch.delattr(lowering, "make_fallback")
+    inductor_views.teach_inductor.cache_clear()
+    try:
+        with create_communication(BootstrapConfig(1, 0, device="cpu"), PARAMS, "cake") as comm:
+            given = inputs(0, CAPACITY)
+            model = result_of(comm, lambda got: (got.hidden_states * 2, unused), lambda got: got)
+            want = model(*given)
+            got, code = compiled_code(model, *given)
+    finally:
+        inductor_views.teach_inductor.cache_clear()
+    assert torch.equal(got, want)
+    wanted = {"dispatch": 2, "dispatch_in_place": 0, "received_rows": 2, "combine": 2}
+    assert calls(code, "cake") == wanted
