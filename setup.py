@@ -37,6 +37,7 @@ OPS_SOURCES = [
     "csrc/ops/one_sided_combine.cpp",
     "csrc/ops/one_sided_dispatch.cpp",
     "csrc/ops/one_sided_shared_batch.cpp",
+    "csrc/ops/one_sided_views.cpp",
     "csrc/ops/one_sided_workspace.cpp",
     "csrc/ops/round_errors.cpp",
     "csrc/ops/tensor_args.cpp",

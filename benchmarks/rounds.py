@@ -12,6 +12,7 @@ from workload import Workload
 
 from moe_ep import BootstrapConfig, MoEEpDispatchResult, create_communication
 from moe_ep.cake.kernels import active_rank_mask
+from moe_ep.one_sided.communication import OneSidedAlltoAll
 
 
 class Rounds:
@@ -54,6 +55,12 @@ class Rounds:
     def can_be_captured(self) -> bool:
         return self._comm.supports_cuda_graph
 
+    @property
+    def stays_in_workspace(self) -> bool:
+        """Whether every dispatch leaves what it has received where the first one did, which Python
+        issued: there it can be looked at."""
+        return isinstance(self._comm, OneSidedAlltoAll)
+
     def dispatch(self) -> None:
         self.received = self._dispatch()
 
@@ -61,7 +68,7 @@ class Rounds:
         self._comm.combine(self._combine_input(), output=self._output, **self._mask)
 
     def functional_round(self) -> tuple[MoEEpDispatchResult, Tensor]:
-        """Run a round that keeps nothing: return what was received, and the sums, in new memory."""
+        """Run a round that keeps nothing: return what was received, and the sums in new memory."""
         received = self._dispatch()
         return received, self._comm.combine(self._combine_input(), **self._mask)
 

@@ -17,7 +17,8 @@ class Variant:
     mode: on CUDA, how rounds are issued. "graph": a captured CUDA graph of many (eager where the
         backend cannot be captured); "steady": the same without what its launch costs; "eager": a
         loop in Python; "phases": a graph with an event after every call, which costs time but tells
-        dispatch from combine; "compiled": a graph that torch.compile has made. On the CPU "eager".
+        dispatch from combine; "compiled": a graph that torch.compile has made; "compiled-steady":
+        the same without what its launch costs. On the CPU "eager".
     zero_copy: experts write where combine reads, if the backend can do that.
     pdl: `enable_pdl` of the backend's config; None: as it decides.
     mask: all ranks are active, by a mask on the device that the kernels look at.
@@ -67,6 +68,7 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "eager": {"mode": "eager"},
     "phases": {"mode": "phases"},
     "compiled": {"mode": "compiled", "zero_copy": False},
+    "compiled-steady": {"mode": "compiled-steady", "zero_copy": False},
     "pdl": {"pdl": True},
     "no-pdl": {"pdl": False},
     "zero-copy": {"zero_copy": True},
@@ -78,7 +80,10 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "lamport": {"lamport": True},
     "fence": {"lamport": False},
 }
-CUDA_MODIFIERS = ("graph", "steady", "phases", "compiled", "pdl", "no-pdl", "lamport", "fence")
+CUDA_MODIFIERS = (
+    *("graph", "steady", "phases", "compiled", "compiled-steady"),
+    *("pdl", "no-pdl", "lamport", "fence"),
+)
 
 
 def parse_variant(text: str, *, mode: str, zero_copy: bool, pdl: bool | None) -> Variant:

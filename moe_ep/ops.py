@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ep import _native
+from moe_ep.inductor_views import teach_inductor
 
 _library = find_spec("moe_ep._ops")
 if _library is None or _library.origin is None:
@@ -58,6 +59,7 @@ def _dispatch(
     timeout_sec: int,
     enable_pdl: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    teach_inductor(*ONE_SIDED_BACKENDS)  # here, since importing it takes a second
     ep_size, top_k = workspace.shape[0], topk_ids.shape[1]
     rows = ep_size * tokens_per_rank
     stats = (0, 0) if eplb_local_stats is None else (ep_size, eplb_local_stats.shape[0])
@@ -93,8 +95,37 @@ def _received_rows(
     tokens_per_rank: int,
     row_bytes: list[int],
     index: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return workspace.new_empty((workspace.shape[0] * tokens_per_rank, row_bytes[index]))
+    columns = row_bytes[index] // dtype.itemsize
+    return workspace.new_empty((workspace.shape[0] * tokens_per_rank, columns), dtype=dtype)
+
+
+@torch.library.register_fake("moe_ep::received_rows_view")
+def _(
+    workspace: Tensor,
+    geometry: list[int],
+    ep_rank: int,
+    tokens_per_rank: int,
+    row_bytes: list[int],
+    index: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    shape = (workspace.shape[0] * tokens_per_rank, row_bytes[index] // dtype.itemsize)
+    pitch = _native.row_pitch(row_bytes[index]) // dtype.itemsize
+    return workspace.view(dtype).as_strided(shape, (pitch, 1))
+
+
+@torch.library.register_fake("moe_ep::received_routing_view")
+def _(
+    workspace: Tensor, geometry: list[int], ep_rank: int, tokens_per_rank: int, index: int
+) -> Tensor:
+    ep_size, top_k, num_stats = workspace.shape[0], geometry[2], geometry[6]
+    elements = workspace.view(torch.float32 if index == 1 else torch.int32)
+    if index == 2:
+        return elements.as_strided((ep_size,), (1,))
+    rows, columns = (ep_size, num_stats) if index == 3 else (ep_size * tokens_per_rank, top_k)
+    return elements.as_strided((rows, columns), (columns, 1))
 
 
 def _combine(

@@ -13,6 +13,9 @@ constexpr int kThreads = 256;
 // Of a grid: every multiprocessor is full, and each CTA has rows to go on with.
 constexpr int64_t kMaxCtas = 2048;
 
+// Loads of a thread that are under way at a time: one after the other would each wait for memory.
+constexpr int kLoads = 4;
+
 // Unit: the widest type that fills a row evenly.
 template <typename Unit>
 __global__ void copy_received_rows_kernel(const __grid_constant__ ReceivedRows p) {
@@ -24,7 +27,17 @@ __global__ void copy_received_rows_kernel(const __grid_constant__ ReceivedRows p
         row - static_cast<int64_t>(source) * p.tokens_per_rank < p.recv_counts[source];
     const auto* from = reinterpret_cast<const Unit*>(p.rows + static_cast<uint64_t>(row) * p.pitch);
     auto* to = reinterpret_cast<Unit*>(p.out + row * p.row_bytes);
-    for (int64_t i = threadIdx.x; i < units; i += blockDim.x) to[i] = used ? from[i] : Unit{};
+    for (int64_t first = threadIdx.x; first < units; first += kLoads * kThreads) {
+      Unit held[kLoads] = {};
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (used && first + i * kThreads < units) held[i] = from[first + i * kThreads];
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (first + i * kThreads < units) to[first + i * kThreads] = held[i];
+      }
+    }
   }
 }
 

@@ -2,7 +2,8 @@
 //
 // An op that touches a workspace declares that it mutates it, the readers too: that keeps the ops
 // of a graph in their order. Outputs are fresh tensors, never views of the workspace, so that
-// functionalisation has no reason to clone it.
+// functionalisation has no reason to clone it. Views are made where that is done with, in the code
+// that Inductor writes: see moe_ep/inductor_views.py.
 #include <torch/csrc/stable/library.h>
 
 #include "ops/one_sided_backends.h"
@@ -26,7 +27,7 @@ void define_one_sided(Library& m, const char* backend) {
       "int ep_rank, int invalid_expert_id, SymInt tokens_per_rank, int timeout_sec, "
       "bool enable_pdl=True) -> ()");
   def("received_rows(Tensor(a!) workspace, int[] geometry, int ep_rank, "
-      "SymInt tokens_per_rank, int[] row_bytes, int index) -> Tensor");
+      "SymInt tokens_per_rank, int[] row_bytes, int index, ScalarType dtype) -> Tensor");
   def("combine(Tensor(a!) workspace, Tensor? expert_output, Tensor? active_rank_mask, "
       "int[] geometry, int ep_rank, SymInt num_tokens, SymInt tokens_per_rank, int hidden_size, "
       "ScalarType dtype, int timeout_sec, bool enable_pdl=True, bool low_precision=False) -> "
@@ -55,6 +56,14 @@ void define_one_sided(Library& m, const char* backend) {
 
 STABLE_TORCH_LIBRARY(moe_ep, m) {
   for (const char* backend : moe_ep::ops::kOneSidedBackends) define_one_sided(m, backend);
+  // What the last dispatch of a one-sided backend has left in the workspace: the rows of a payload,
+  // or the output of `dispatch` with this index. For the code that Inductor writes, not for graphs.
+  m.def(
+      "received_rows_view(Tensor(a) workspace, int[] geometry, int ep_rank, "
+      "SymInt tokens_per_rank, int[] row_bytes, int index, ScalarType dtype) -> Tensor(a)");
+  m.def(
+      "received_routing_view(Tensor(a) workspace, int[] geometry, int ep_rank, "
+      "SymInt tokens_per_rank, int index) -> Tensor(a)");
   // A two-sided round: prepare, alltoallv, combine. recv_counts become 0 where the rows do not
   // come. max_sm_count: multiprocessors that a call uses at a time; 0: no limit. Nothing on the
   // CPU. row_bytes: of the fields that alltoallv will move; has_weights: whether weights are among

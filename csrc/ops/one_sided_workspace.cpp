@@ -23,7 +23,8 @@ void initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank
 // that the graph keeps past the next dispatch then stays right, and the workspace is never cloned
 // for it.
 Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
-                     int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
+                     int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index,
+                     ScalarType dtype) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const Geometry& g = view.geometry;
   const PayloadPlacement placement = placement_from(g, tokens_per_rank, row_bytes, index);
@@ -38,8 +39,8 @@ Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
           " bytes in this round, got ", row_bytes[i]);
   }
   const auto row = static_cast<size_t>(row_bytes[index]);
-  Tensor rows =
-      torch::stable::empty({g.ep_size * tokens_per_rank, row_bytes[index]}, ScalarType::Byte);
+  const int64_t columns = columns_of(row_bytes[index], dtype);
+  Tensor rows = torch::stable::empty({g.ep_size * tokens_per_rank, columns}, dtype);
   auto* to = static_cast<uint8_t*>(rows.mutable_data_ptr());
   for (int32_t source = 0; source < g.ep_size; ++source) {
     // A masked source has an old header or none: its rows hold no token.

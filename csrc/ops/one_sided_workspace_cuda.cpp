@@ -24,7 +24,8 @@ void initialize(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank
 
 // As on the CPU; whether a round is open, and with which rows, is up to the caller.
 Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep_rank,
-                     int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index) {
+                     int64_t tokens_per_rank, std::vector<int64_t> row_bytes, int64_t index,
+                     ScalarType dtype) {
   const one_sided::WorkspaceView view = workspace_from(workspace, geometry_from(geometry), ep_rank);
   const PayloadPlacement placement =
       placement_from(view.geometry, tokens_per_rank, row_bytes, index);
@@ -32,8 +33,9 @@ Tensor received_rows(Tensor workspace, std::vector<int64_t> geometry, int64_t ep
   begin_call(view, call);
   const WorkspaceLayout layout = WorkspaceLayout::of(view.geometry);
   const uint8_t* segment = view.segment(view.ep_rank);
-  Tensor rows = torch::stable::empty({view.geometry.ep_size * tokens_per_rank, row_bytes[index]},
-                                     ScalarType::Byte, std::nullopt, workspace.device());
+  const int64_t columns = columns_of(row_bytes[index], dtype);
+  Tensor rows = torch::stable::empty({view.geometry.ep_size * tokens_per_rank, columns}, dtype,
+                                     std::nullopt, workspace.device());
   const one_sided::ReceivedRows received{
       .rows = segment + placement.offset[index],
       .pitch = placement.pitch[index],

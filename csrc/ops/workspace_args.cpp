@@ -1,5 +1,7 @@
 #include "ops/workspace_args.h"
 
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
 #include <atomic>
 #include <limits>
 #include <sstream>
@@ -189,6 +191,16 @@ PayloadPlacement placement_from(const Geometry& g, int64_t tokens_per_rank,
   }
   return PayloadPlacement::of(g, checked_tokens_per_rank(tokens_per_rank, g), row_bytes.data(),
                               static_cast<int32_t>(row_bytes.size()));
+}
+
+int64_t columns_of(int64_t row_bytes, ScalarType dtype) {
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  const auto element =
+      static_cast<int64_t>(aoti_torch_dtype_element_size(to<int32_t>(from(dtype))));
+  check(row_bytes % element == 0, "rows of ", row_bytes, " bytes are not elements of ", element,
+        " bytes each, which dtype has");
+  return row_bytes / element;
 }
 
 void check_outside_workspace(const char* name, const Tensor& tensor,

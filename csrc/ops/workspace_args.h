@@ -76,6 +76,9 @@ int32_t checked_invalid_expert_id(int64_t invalid_expert_id);
 PayloadPlacement placement_from(const Geometry& geometry, int64_t tokens_per_rank,
                                 const std::vector<int64_t>& row_bytes, int64_t index);
 
+// Of rows of these many bytes. Raises unless they are elements of the dtype.
+int64_t columns_of(int64_t row_bytes, ScalarType dtype);
+
 // Whether the tensor has bytes in [begin, end).
 bool overlaps(const Tensor& tensor, const uint8_t* begin, const uint8_t* end);
 

@@ -26,11 +26,15 @@ SKIPPED = "cudagraph_skips"
 
 
 class Model(nn.Module):
-    """Small integers all the way, so that sums are exact whatever Inductor fuses."""
+    """Small integers all the way, so that sums are exact whatever Inductor fuses.
 
-    def __init__(self, layers: Sequence[MoEEpCommunication]) -> None:
+    keeps: what a layer has received is used after its combine, too, where compiled code copies it.
+    """
+
+    def __init__(self, layers: Sequence[MoEEpCommunication], keeps: bool) -> None:
         super().__init__()
         self.layers = list(layers)
+        self.keeps = keeps
         self.scale = nn.Parameter(torch.tensor(2.0, device=layers[0].device))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -39,7 +43,10 @@ class Model(nn.Module):
             first, end = layer.first_local_expert, layer.first_local_expert
             end += layer.num_local_experts
             owned = ((result.topk_ids >= first) & (result.topk_ids < end)).any(1, keepdim=True)
-            x = (x + layer.combine(torch.where(owned, result.hidden_states * self.scale, 0))) % 64
+            rows = torch.where(owned, result.hidden_states, 0)
+            x = (x + layer.combine(rows * self.scale)) % 64
+            if self.keeps:
+                x = (x + rows.sum(0)) % 64
         return x
 
 
@@ -52,7 +59,7 @@ def inputs(rank: int, call: int, device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def captured_by_inductor(
-    context: RankContext, backend: str, layers: int, trains: bool
+    context: RankContext, backend: str, layers: int, trains: bool, keeps: bool = False
 ) -> dict[str, int]:
     """Body: return what Inductor counted, and how many graphs it holds."""
     from torch._inductor.cudagraph_trees import get_manager
@@ -64,7 +71,7 @@ def captured_by_inductor(
         for _ in range(layers)
     ]
     device = comms[0].device
-    model = Model(comms)
+    model = Model(comms, keeps)
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     with torch.set_grad_enabled(trains):
         for call in range(CALLS):
@@ -102,6 +109,16 @@ def test_layers_are_captured_whole(
     ranks: RunOnRanks, backend: Backend, device: str, layers: int, trains: bool
 ) -> None:
     how = {"backend": backend.name, "layers": layers, "trains": trains}
+    for counted in ranks(2, captured_by_inductor, device=device, **how):
+        assert counted[SKIPPED] == 0, counted
+        assert counted["held"] > 0, counted
+
+
+@on_each(having="workspace", devices=SHARED_GPUS)
+def test_layers_whose_rows_are_used_after_combine_are_captured_whole(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    how = {"backend": backend.name, "layers": 2, "trains": False, "keeps": True}
     for counted in ranks(2, captured_by_inductor, device=device, **how):
         assert counted[SKIPPED] == 0, counted
         assert counted["held"] > 0, counted
