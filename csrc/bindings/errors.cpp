@@ -15,10 +15,10 @@ namespace py = pybind11;
 namespace moe_ep::bindings {
 namespace {
 
-// From a message to an exception or None. Guarded by the GIL.
+// From a message to an exception or None.
 py::object& maker() {
-  static auto* callable = new py::object();  // not destroyed: the interpreter may be gone by then
-  return *callable;
+  static py::object& callable = never_destroyed();
+  return callable;
 }
 
 void raise_in_python(const char* message) {
