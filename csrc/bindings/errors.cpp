@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "core/error_raiser.h"
+#include "transport/outcome.h"
 
 namespace py = pybind11;
 
@@ -40,6 +41,8 @@ void bind_errors(py::module_& m) {
   m.def(
       "error_raiser", [] { return reinterpret_cast<int64_t>(&raise_in_python); },
       "Address of the ErrorRaiser that raises what the maker makes.");
+  m.def("abandoned_message", &abandoned_message, py::arg("ranks"),
+        "What MoEEpAbandonedError says.");
 }
 
 }  // namespace moe_ep::bindings
