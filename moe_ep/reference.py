@@ -104,10 +104,12 @@ def token_destinations(
     """
     valid = names_an_expert(params, topk_ids)
     owner = expert_owners(params.num_experts, ep_size)[torch.where(valid, topk_ids, 0).long()]
-    goes = torch.zeros(len(topk_ids), ep_size, dtype=torch.bool)
-    for rank in range(ep_size):
-        if active_ranks is None or rank in active_ranks:
-            goes[:, rank] = ((owner == rank) & valid).any(dim=1)
+    nowhere = ep_size
+    goes = torch.zeros(len(topk_ids), ep_size + 1, dtype=torch.bool)
+    goes.scatter_(1, torch.where(valid, owner, nowhere), True)
+    goes = goes[:, :nowhere]
+    if active_ranks is not None:
+        goes &= torch.tensor([rank in active_ranks for rank in range(ep_size)])
     return goes
 
 
@@ -129,8 +131,16 @@ def reference_dispatch(
     active_ranks: the ranks that take part; None means all. The others send nothing, receive
         nothing, and their result shows an exchange without tokens. Their statistics are zero.
     """
+
+    def takes_part(rank: int) -> bool:
+        return active_ranks is None or rank in active_ranks
+
     capacity = params.max_tokens_per_rank if tokens_per_rank is None else tokens_per_rank
-    goes = [token_destinations(params, ep_size, ids, active_ranks) for ids in topk_ids]
+    goes = [
+        token_destinations(params, ep_size, ids, active_ranks if takes_part(source) else ())
+        for source, ids in enumerate(topk_ids)
+    ]
+    counts = torch.stack([of_source.sum(dim=0) for of_source in goes], dim=1).int()
 
     def received(rank: int, rows_of: Sequence[Tensor], empty_value: int) -> Tensor:
         """[ep_size * capacity, *]: the chosen rows of every source, compact and in token order, in
@@ -140,14 +150,10 @@ def reference_dispatch(
         blocks = torch.zeros(shape, dtype=rows_of[rank].dtype)
         if empty_value:
             blocks.fill_(empty_value)
-        for source, rows in enumerate(rows_of):
-            if takes_part(source) and takes_part(rank):
-                chosen = rows[goes[source][:, rank]]
-                blocks[source, : len(chosen)] = chosen
+        for source in counts[rank].nonzero().flatten().tolist():
+            chosen = rows_of[source][goes[source][:, rank]]
+            blocks[source, : len(chosen)] = chosen
         return blocks.flatten(0, 1)
-
-    def takes_part(rank: int) -> bool:
-        return active_ranks is None or rank in active_ranks
 
     travelling_ids = [
         torch.where(names_an_expert(params, ids), ids, params.invalid_expert_id).int()
@@ -170,15 +176,7 @@ def reference_dispatch(
                 None if hidden_states_scale is None else received(rank, hidden_states_scale, 0)
             ),
             tokens_per_rank=capacity,
-            recv_token_counts=torch.tensor(
-                [
-                    int(goes[source][:, rank].sum())
-                    if takes_part(source) and takes_part(rank)
-                    else 0
-                    for source in range(ep_size)
-                ],
-                dtype=torch.int32,
-            ),
+            recv_token_counts=counts[rank].clone(),
             eplb_gathered_stats=stats,
         )
         for rank in range(ep_size)
@@ -215,7 +213,7 @@ def reference_combine(
         goes = token_destinations(params, ep_size, ids, active_ranks)
         row_of_token = goes.cumsum(dim=0) - 1 + source * tokens_per_rank
         total = torch.zeros(len(ids), params.hidden_size, dtype=torch.float32)
-        for owner in range(ep_size):
+        for owner in goes.any(dim=0).nonzero().flatten().tolist():
             rows = expert_outputs[owner].reshape(-1, params.hidden_size)
             tokens = goes[:, owner].nonzero().flatten()
             total[tokens] += travelled(rows[row_of_token[tokens, owner]].float())

@@ -43,10 +43,6 @@ class SharedMemoryAlltoAll(MoEEpCommunication):
         *,
         device: int | str | torch.device | None = None,
     ) -> int:
-        """Return the `workspace_bytes` of each rank's object before anything is allocated.
-
-        device: as in BootstrapConfig.
-        """
         check_type("config", config, cls.config_type)
         where = BootstrapConfig(1, 0, device=device).torch_device
         layout = cls._layout_of(params, ep_size, config, where)

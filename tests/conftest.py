@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.gpu_cases import is_left_out
-from tests.ranks import devices
+from tests.ranks import Outcome, devices
 from tests.ranks.launched import (
     LaunchedRanks,
     is_launched,
@@ -63,6 +63,25 @@ class RunOnRanks:
             pytest.skip(f"needs {size} CUDA devices for {size} ranks over NCCL, found {found}")
         run = self._processes.run_fresh if dedicated else self._processes.run
         return run(size, body, kwargs, device=device, seconds=seconds)
+
+    def waiting(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        among: Sequence[dict[str, Any]],
+        /,
+        *,
+        device: str,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """As with dedicated=True, for a body that waits in most of its time. Cases of one test then
+        wait at the same time, on the CPU, where they are processes of their own.
+
+        among: the kwargs of every case that the test has there.
+        """
+        if device != devices.CPU:
+            return self(size, body, device=device, dedicated=True, **kwargs)
+        return self._processes.run_waiting(size, body, kwargs, among)
 
 
 _TRUE_STDERR = pytest.StashKey[int]()

@@ -5,6 +5,10 @@
 
 namespace moe_ep::bindings {
 
+// A Python object that a module keeps, at first none. Not destroyed: the interpreter may be gone by
+// then. Guarded by the GIL.
+inline pybind11::object& never_destroyed() { return *new pybind11::object(); }
+
 void bind_memory(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
 void bind_interrupt(pybind11::module_& m);

@@ -9,16 +9,17 @@
 
 #include "bindings/bindings.h"
 #include "core/error_raiser.h"
+#include "transport/outcome.h"
 
 namespace py = pybind11;
 
 namespace moe_ep::bindings {
 namespace {
 
-// From a message to an exception or None. Guarded by the GIL.
+// From a message to an exception or None.
 py::object& maker() {
-  static auto* callable = new py::object();  // not destroyed: the interpreter may be gone by then
-  return *callable;
+  static py::object& callable = never_destroyed();
+  return callable;
 }
 
 void raise_in_python(const char* message) {
@@ -40,6 +41,8 @@ void bind_errors(py::module_& m) {
   m.def(
       "error_raiser", [] { return reinterpret_cast<int64_t>(&raise_in_python); },
       "Address of the ErrorRaiser that raises what the maker makes.");
+  m.def("abandoned_message", &abandoned_message, py::arg("ranks"),
+        "What MoEEpAbandonedError says.");
 }
 
 }  // namespace moe_ep::bindings

@@ -14,10 +14,10 @@ namespace moe_ep::bindings {
 namespace {
 
 // What the handler raised, from the moment the wait saw it until the op raises it again: in between
-// the wait returns through code that knows nothing of Python. Guarded by the GIL.
+// the wait returns through code that knows nothing of Python.
 py::object& pending() {
-  static auto* exception = new py::object();  // not destroyed: the interpreter may be gone by then
-  return *exception;
+  static py::object& exception = never_destroyed();
+  return exception;
 }
 
 // Python runs signal handlers in this one alone.

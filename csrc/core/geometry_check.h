@@ -19,6 +19,15 @@ inline int64_t require_in_range(const char* name, int64_t value, int64_t low, in
                               std::to_string(high) + "], got " + std::to_string(value));
 }
 
+inline int32_t require_top_k(int64_t top_k, int32_t num_experts) {
+  require_in_range("top_k", top_k, 1, kMaxTopK);
+  if (top_k > num_experts) {
+    throw std::invalid_argument("top_k must not exceed num_experts=" + std::to_string(num_experts) +
+                                ", got " + std::to_string(top_k));
+  }
+  return static_cast<int32_t>(top_k);
+}
+
 // Throws std::invalid_argument that names the field, the limit and the value.
 // max_top_k: 0 for top_k.
 inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top_k,
@@ -34,7 +43,7 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
   Geometry g{};
   g.ep_size = in_range("ep_size", ep_size, 1, kMaxEpSize);
   g.num_experts = in_range("num_experts", num_experts, 1, kInt32Max);
-  g.top_k = in_range("top_k", top_k, 1, kMaxTopK);
+  g.top_k = require_top_k(top_k, g.num_experts);
   g.max_tokens_per_rank = in_range("max_tokens_per_rank", max_tokens_per_rank, 1, kInt32Max);
   g.dispatch_bytes_per_token =
       require_in_range("dispatch_bytes_per_token", dispatch_bytes_per_token, 1, kMaxSegmentBytes);

@@ -6,6 +6,7 @@
 #include "one_sided/shared_batch.h"
 #include "ops/errors.h"
 #include "ops/workspace_args.h"
+#include "transport/outcome.h"
 
 namespace moe_ep::ops {
 
@@ -147,10 +148,7 @@ void raise_combine_disagreement(const std::string& expert_outputs) {
 }
 
 void raise_abandoned(const RankMask& ranks, int32_t ep_size) {
-  fail("MoEEpAbandonedError", "no sums were formed, since experts raised on rank(s) ",
-       ranks_in(ranks, ep_size),
-       ", or what stands between dispatch and combine there: see what was raised on them. The "
-       "round is over on all ranks, and the next dispatch is as always");
+  fail("MoEEpAbandonedError", abandoned_message(ranks_in(ranks, ep_size)));
 }
 
 }  // namespace moe_ep::ops

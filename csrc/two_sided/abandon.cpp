@@ -1,30 +1,18 @@
 // The end of a round in which a rank has no expert outputs for its peers. No row moves: senders and
 // receivers all learn of it before they touch a FIFO.
-#include "transport/agreement.h"
+#include "transport/abandon.h"
+
 #include "two_sided/cpu.h"
 #include "two_sided/segment.h"
 
 namespace moe_ep::two_sided {
-namespace {
-
-template <typename Ask>
-auto ask(const WorkspaceView& workspace, int32_t timeout_sec, Ask what) {
-  const Geometry& g = workspace.geometry;
-  const FifoLayout layout = FifoLayout::of(g);
-  const PeerWait how{g.ep_size, RankMask::all(g.ep_size), Phase::kCombine, timeout_sec,
-                     workspace.interrupted};
-  const auto segment_of = [&](int32_t rank) { return Segment(workspace, layout, rank); };
-  return what(Agreement(how, workspace.ep_rank, segment_of));
-}
-
-}  // namespace
 
 Outcome abandon(const WorkspaceView& workspace, int32_t timeout_sec) {
-  return ask(workspace, timeout_sec, [](const auto& agreement) { return agreement.abandon(); });
+  return abandon_round<Segment, FifoLayout>(workspace, timeout_sec);
 }
 
 RankMask who_abandoned(const WorkspaceView& workspace) {
-  return ask(workspace, 0, [](const auto& agreement) { return agreement.who_abandoned(); });
+  return ranks_that_abandoned<Segment, FifoLayout>(workspace);
 }
 
 }  // namespace moe_ep::two_sided

@@ -58,7 +58,7 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
   Geometry g{};
   g.ep_size = in_range("ep_size", ep_size, 1, kMaxEpSize);
   g.num_experts = in_range("num_experts", num_experts, 1, kInt32Max);
-  g.top_k = in_range("top_k", top_k, 1, kMaxTopK);
+  g.top_k = require_top_k(top_k, g.num_experts);
   g.max_tokens_per_rank = in_range("max_tokens_per_rank", max_tokens_per_rank, 1, kInt32Max);
   g.num_slots = in_range("num_slots", num_slots, 1, kMaxSlots);
   g.slot_bytes = require_in_range("slot_bytes", slot_bytes, 1, kMaxSlotBytes);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ep import _native
 from moe_ep.errors import MoEEpAbandonedError
 from moe_ep.torch_dist.records import as_bytes
 from moe_ep.torch_dist.transport import Transport
@@ -36,9 +37,5 @@ def exchange_partials(
     words = torch.stack([block[0, 0] for block in blocks]).tolist()
     abandoners = [str(rank) for rank, word in enumerate(words) if word != 0]
     if abandoners:
-        raise MoEEpAbandonedError(
-            f"no sums were formed, since experts raised on rank(s) {', '.join(abandoners)}, or "
-            "what stands between dispatch and combine there: see what was raised on them. The "
-            "round is over on all ranks, and the next dispatch is as always."
-        )
+        raise MoEEpAbandonedError(_native.abandoned_message(", ".join(abandoners)))
     return [block[1:] for block in blocks]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from moe_ep import MoEEpCommParams, MoEEpCommunication, _native
-from tests.backends import GPUS, Backend, on_each, on_shared_gpus
+from tests.backends import Backend, on_shared_gpus
 from tests.conftest import RunOnRanks
 from tests.gpu.device_rounds import Verdict, expected_sums, partial_rows, tokens_of
 from tests.gpu.recorded import Delays, Recorded, Step
@@ -27,15 +28,31 @@ SECONDS = 60 + ROUNDS_OF_THE_HOST / 5
 # Steps of a few tokens and of many take different ways through the kernels.
 TOKENS = (1, 2, 4, 8, 8, 16, 64, 160, 512)
 CHECK_EVERY = 100
-# Each has its own kernels and sizes of grids: for packets, rows stored directly, many rows.
-GEOMETRIES = {
-    "packets": (1, 8, 2, 5),
-    "direct": (33, 128, 40, 64),
-    "many": (136, 264, 160),
-}
 ROUNDS_IN_A_GRAPH = 20
 SIZES = (2, 4, 8)
 TOP_K = 8
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Rounds that share a graph. capacities: the most tokens of a rank in each, in turn."""
+
+    capacities: tuple[int, ...]
+    hidden_size: int = 1024
+    low_precision: bool = False
+
+    def params(self) -> MoEEpCommParams:
+        return MoEEpCommParams(64, TOP_K, max(self.capacities), self.hidden_size)
+
+
+# Each has its own kernels and sizes of grids: for packets, rows stored directly, many rows, and
+# expert outputs as FP8.
+GEOMETRIES = {
+    "packets": Geometry((1, 8, 2, 5)),
+    "direct": Geometry((33, 128, 40, 64)),
+    "many": Geometry((136, 264, 160)),
+    "FP8": Geometry((160, 3, 264, 40, 1), hidden_size=5000, low_precision=True),
+}
 
 pytestmark = [
     pytest.mark.multirank,
@@ -200,7 +217,8 @@ def soak_from_a_graph(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_each_geometry_goes_the_way_that_it_is_named_after(size: int) -> None:
-    for name, capacities in GEOMETRIES.items():
+    for name in ("packets", "direct", "many"):
+        capacities = GEOMETRIES[name].capacities
         few = _native.low_latency_tokens(size, TOP_K, max(capacities))
         assert all((most <= few) == (name == "packets") for most in capacities)
 
@@ -218,47 +236,26 @@ def test_no_captured_round_is_wrong_however_the_ranks_drift(
     geometry: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    rounds = GEOMETRIES[geometry]
     if not backend.pdl and not enable_pdl:
         pytest.skip(f"{backend} has no programmatic launch to do without")
-    capacities = GEOMETRIES[geometry]
+    if not backend.low_precision and rounds.low_precision:
+        pytest.skip(f"{backend} takes expert outputs as they are")
+    options = {"enable_pdl": enable_pdl} if backend.pdl else {}
+    if rounds.low_precision:
+        options["use_low_precision_combine"] = True
     results = ranks(
         size,
         soak_from_a_graph,
         device=device,
         seconds=SECONDS,
         backend=backend.name,
-        params=MoEEpCommParams(64, TOP_K, max(capacities), 1024),
-        capacities=capacities,
-        options={"enable_pdl": enable_pdl} if backend.pdl else {},
+        params=rounds.params(),
+        capacities=rounds.capacities,
+        options=options,
         rounds=ROUNDS,
     )
     how = f"{backend}, {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, {geometry}"
-    report(results, how, capsys)
-
-
-@on_each(having="low_precision", devices=GPUS)
-@pytest.mark.parametrize("enable_pdl", [True, False], ids=["PDL", "no PDL"])
-@pytest.mark.parametrize("size", SIZES)
-def test_no_captured_round_in_low_precision_is_wrong_however_the_ranks_drift(
-    ranks: RunOnRanks,
-    backend: Backend,
-    device: str,
-    size: int,
-    enable_pdl: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    results = ranks(
-        size,
-        soak_from_a_graph,
-        device=device,
-        seconds=SECONDS,
-        backend=backend.name,
-        params=MoEEpCommParams(64, TOP_K, 264, 5000),
-        capacities=(160, 3, 264, 40, 1),
-        options={"enable_pdl": enable_pdl, "use_low_precision_combine": True},
-        rounds=ROUNDS,
-    )
-    how = f"{backend}, {size} ranks on {device}, PDL {'on' if enable_pdl else 'off'}, FP8"
     report(results, how, capsys)
 
 

@@ -32,7 +32,7 @@ from moe_ep import (
 )
 from moe_ep.collectives import CommBackend, SingleRankComm, TorchDistributedComm
 from moe_ep.sharing import place_of
-from tests.backends import Backend, every_backend, on_each
+from tests.backends import ALL, Backend, every_backend, on_each
 from tests.conftest import RunOnRanks
 from tests.multirank.test_lifetime import device_bytes
 from tests.multirank.test_soak import open_descriptors, resident_bytes
@@ -594,7 +594,8 @@ def checkpoint_alone(context: RankContext, backend: str) -> Problem | None:
 def test_a_checkpoint_that_a_rank_does_not_come_to_is_named(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    outcomes = ranks(2, checkpoint_alone, device=device, dedicated=True, backend=backend.name)
+    of_each = [{"backend": one.name} for one in ALL]
+    outcomes = ranks.waiting(2, checkpoint_alone, of_each, device=device, backend=backend.name)
     assert [outcome.error for outcome in outcomes] == [None, None]
     words = ["checkpoint_prepare: rank 0 waited", "for rank 1 to make the same call"]
     expect(outcomes[0].value, MoEEpTimeoutError, words)

@@ -19,12 +19,12 @@ from moe_ep import (
     MoEEpTimeoutError,
     create_communication,
 )
-from tests.backends import Backend, every_backend, naming_silent_peers, on_each, on_the_cpu
+from tests.backends import ALL, Backend, every_backend, naming_silent_peers, on_each, on_the_cpu
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
 from tests.problems import Problem, expect, problem_of
-from tests.ranks import Outcome, RankContext
+from tests.ranks import RankContext
 from tests.ranks.waiting import introduce, outlive
 from tests.rounds import create
 from tests.rounds.gradients import (
@@ -330,8 +330,8 @@ def leave_backward_out(context: RankContext, backend: str) -> str:
 def test_a_rank_without_backward_is_named_by_its_peers(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    body = {"backend": backend.name, "dedicated": True}
-    outcomes: list[Outcome] = ranks(2, leave_backward_out, device=device, **body)
+    of_each = [{"backend": one.name} for one in ALL]
+    outcomes = ranks.waiting(2, leave_backward_out, of_each, device=device, backend=backend.name)
     said = outcomes[0].value
     assert "waited" in said
     assert "for rank 1" in said

@@ -23,11 +23,11 @@ from moe_ep import (
     create_communication,
 )
 from moe_ep.reference import token_destinations
-from tests.backends import Backend, naming_silent_peers, on_each, on_the_cpu
+from tests.backends import ALL, Backend, naming_silent_peers, on_each, on_the_cpu
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
-from tests.ranks import Outcome, RankContext
-from tests.ranks.devices import CPU, ONE_GPU
+from tests.ranks import RankContext
+from tests.ranks.devices import ONE_GPU
 from tests.ranks.waiting import hear, introduce, meet, outlive, tell
 from tests.rounds import check, play_round, random_round, settled
 
@@ -105,24 +105,23 @@ def meet_a_silent_peer(
     return expect_timeout(communication, lambda: communication.combine(any_partial(communication)))
 
 
+SILENCES = [("dispatch", 0), ("dispatch", 3), ("combine", 3)]
+
+
+def a_silence(backend: Backend, silent_in: str, full_rounds: int) -> dict[str, Any]:
+    how = {"silent": 1, "silent_in": silent_in, "full_rounds": full_rounds}
+    return {"backend": backend.name, **how}
+
+
 @naming_silent_peers
 @few_on_gpus(full_rounds=[3])
-@pytest.mark.parametrize(
-    ("silent_in", "full_rounds"), [("dispatch", 0), ("dispatch", 3), ("combine", 3)]
-)
+@pytest.mark.parametrize(("silent_in", "full_rounds"), SILENCES)
 def test_a_peer_that_never_calls_is_named_with_phase_and_epoch(
     ranks: RunOnRanks, backend: Backend, device: str, silent_in: str, full_rounds: int
 ) -> None:
-    outcomes: list[Outcome] = ranks(
-        2,
-        meet_a_silent_peer,
-        device=device,
-        dedicated=True,
-        backend=backend.name,
-        silent=1,
-        full_rounds=full_rounds,
-        silent_in=silent_in,
-    )
+    among = [a_silence(one, *silence) for one in ALL for silence in SILENCES]
+    how = a_silence(backend, silent_in, full_rounds)
+    outcomes = ranks.waiting(2, meet_a_silent_peer, among, device=device, **how)
     assert [outcome.error for outcome in outcomes] == [None, None]
     waited = outcomes[0].value
     assert BUDGET <= waited.seconds < 2 * BUDGET
@@ -160,25 +159,24 @@ def fall_silent_after_a_slow_start(
     return played, expect_timeout(communication, lambda: dispatch_round(communication, 1))
 
 
+BUDGETS = [(1, 0.5), (2, 1), (BUDGET, 1), (8, 6)]
+
+
+def a_slow_start(backend: str, budget: int, start: float) -> dict[str, Any]:
+    return {"backend": backend, "budget": budget, "start": start}
+
+
 @on_the_cpu
-@pytest.mark.parametrize(
-    ("budget", "start"),
-    [(1, 0.5), (2, 1), (BUDGET, 1), pytest.param(30, 20, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("budget", "start"), BUDGETS)
 def test_each_wait_has_the_whole_budget_and_no_more(
     ranks: RunOnRanks, backend: Backend, device: str, budget: int, start: float
 ) -> None:
     if budget != BUDGET and backend.name != "cake":
         pytest.skip("one backend has shown that the number is what is waited")
-    outcomes = ranks(
-        2,
-        fall_silent_after_a_slow_start,
-        device=device,
-        dedicated=True,
-        backend=backend.name,
-        budget=budget,
-        start=start,
-    )
+    among = [a_slow_start("cake", *one) for one in BUDGETS]
+    among += [a_slow_start(one.name, BUDGET, 1) for one in ALL if one.name != "cake"]
+    how = a_slow_start(backend.name, budget, start)
+    outcomes = ranks.waiting(2, fall_silent_after_a_slow_start, among, device=device, **how)
     assert [outcome.error for outcome in outcomes] == [None, None]
     check(PARAMS, round_number(0, 2), [outcome.value[0] for outcome in outcomes])
     assert budget <= outcomes[0].value[1].seconds < budget + min(budget, 5)
@@ -228,9 +226,9 @@ def test_the_sums_that_a_silent_peer_has_a_part_in_are_nan(
 def test_a_slow_peer_within_the_budget_is_waited_for(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    outcomes = ranks(
-        2, meet_a_slow_peer, device=device, dedicated=True, backend=backend.name, nap=3
-    )
+    among = [{"backend": one.name, "nap": 5} for one in ALL]
+    how = {"backend": backend.name, "nap": 5}
+    outcomes = ranks.waiting(2, meet_a_slow_peer, among, device=device, **how)
     assert [outcome.error for outcome in outcomes] == [None, None]
     check(PARAMS, round_number(0, 2), [outcome.value for outcome in outcomes])
 
@@ -301,24 +299,15 @@ def be_interrupted(context: RankContext, backend: str, budget: int) -> float | N
 
 # On a GPU no call waits: the device does.
 @on_the_cpu
-def test_ctrl_c_in_a_wait_is_raised_at_the_latest_when_the_wait_ends(
+def test_ctrl_c_ends_a_wait_or_is_raised_at_the_latest_when_the_wait_ends(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
+    budget, limit = (300, SOON) if backend.interruptible else (BUDGET, 2 * BUDGET)
     outcomes = ranks(
-        2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=BUDGET
+        2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=budget
     )
     assert [outcome.error for outcome in outcomes] == [None, None]
-    assert outcomes[0].value < 2 * BUDGET
-    assert outcomes[0].exit_code == 0
-
-
-@on_each(having="interruptible", devices=(CPU,))
-def test_ctrl_c_ends_a_wait(ranks: RunOnRanks, backend: Backend, device: str) -> None:
-    outcomes = ranks(
-        2, be_interrupted, device=device, dedicated=True, backend=backend.name, budget=300
-    )
-    assert [outcome.error for outcome in outcomes] == [None, None]
-    assert outcomes[0].value < SOON
+    assert outcomes[0].value < limit
     assert outcomes[0].exit_code == 0
 
 
@@ -347,6 +336,8 @@ def destroy_after_timeout(context: RankContext, backend: str) -> Any:
 def test_a_new_communication_works_after_a_timeout(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
-    outcomes = ranks(2, destroy_after_timeout, device=device, dedicated=True, backend=backend.name)
+    of_each = [{"backend": one.name} for one in ALL]
+    body = {"device": device, "backend": backend.name}
+    outcomes = ranks.waiting(2, destroy_after_timeout, of_each, **body)
     assert [outcome.error for outcome in outcomes] == [None, None]
     check(PARAMS, round_number(1, 2), [outcome.value for outcome in outcomes])

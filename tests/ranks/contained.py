@@ -10,7 +10,6 @@ import ctypes
 import os
 import platform
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +27,7 @@ DONE = "all rounds are right"
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 38, 22, 2
 _PIDFD_GETFD, _EPERM = 438, 1  # the same number on all architectures
 _PTRACE = {"x86_64": (101, 310, 311), "aarch64": (117, 270, 271)}  # and process_vm_readv, writev
+_PORT_BYTES = 5
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -100,25 +100,28 @@ def be_a_rank(restrictions: list[str]) -> None:
 
 
 def start(size: int, restrictions: list[str]) -> int:
+    port_of_store, tell_port = os.pipe()
+    ranks = []
+    for rank in range(size):
+        # Forked: to import torch takes longer than all rounds. And before the store has threads.
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(size),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=os.read(port_of_store, _PORT_BYTES).decode().strip(),
+                TORCHELASTIC_USE_AGENT_STORE="True",  # nobody can take the port in between
+                GLOO_SOCKET_IFNAME="lo",
+            )
+            be_a_rank(restrictions)
+            return 0
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody can take the port in between
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, "-m", "tests.ranks.contained", *restrictions]
-    ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(size)
-    ]
-    return max(abs(rank.wait()) for rank in ranks)
+    os.write(tell_port, f"{store.port:{_PORT_BYTES}}".encode() * size)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    return max(map(abs, ended))
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        be_a_rank(sys.argv[1:])
-    else:
-        sys.exit(start(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(start(int(sys.argv[1]), sys.argv[2:]))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import devices, wire
-from tests.ranks.fresh import Outcome, run_fresh
+from tests.ranks.fresh import FreshRun, Outcome
 from tests.ranks.process import Groups, let_gloo_rest, run
 from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError
 from tools.mps import share_of_gpu
@@ -115,16 +115,20 @@ class LaunchedRanks:
         mine = wire.dumps(("value", None))
         if self._rank == 0:
             try:
-                outcomes = run_fresh(
-                    size, body, kwargs, mps=self._mps, device=device, seconds=seconds
-                )
-                mine = wire.dumps(("value", outcomes))
+                how = {"mps": self._mps, "device": device, "seconds": seconds}
+                mine = wire.dumps(("value", FreshRun(size, body, kwargs, **how).outcomes()))
             except RankFailedError as failed:
                 mine = wire.dumps(("error", str(failed)))
         kind, what = self._gather(mine)[0]
         if kind == "error":
             raise RankFailedError(what)
         return what  # type: ignore[no-any-return]
+
+    def run_waiting(
+        self, size: int, body: Callable[..., Any], kwargs: dict[str, Any], among: object
+    ) -> list[Outcome]:
+        """As run_fresh: on all processes, a test at a time."""
+        return self.run_fresh(size, body, kwargs)
 
     def close(self) -> None:
         """Leave the default group."""

@@ -6,11 +6,11 @@ After any failure all of them are replaced, so that no test meets what another l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.ranks import devices, wire
-from tests.ranks.fresh import Outcome, run_fresh
+from tests.ranks.fresh import FreshRun, Outcome, run_at_once
 from tests.ranks.process import serve
 from tests.ranks.processes import PATIENCE_SECONDS, RankFailedError, Ranks
 from tools.mps import share_of_gpu
@@ -32,6 +32,10 @@ class RankPool:
         self._ranks: Ranks | None = None
         self._mps = devices.Mps()
         self._used_on_gpus: set[tuple[str, int]] = set()  # device, size
+        # Of each body the cases that were played and not yet asked for.
+        self._waited: dict[
+            tuple[str, str], list[tuple[dict[str, Any], list[Outcome] | RankFailedError]]
+        ] = {}
 
     def run(
         self,
@@ -83,16 +87,38 @@ class RankPool:
         device: str = devices.CPU,
         seconds: float = PATIENCE_SECONDS,
     ) -> list[Outcome]:
-        """Return how each of `size` new processes ended; see `fresh.run_fresh`."""
+        """Return how each of `size` new processes ended; see `fresh.FreshRun`."""
         outcomes: list[Outcome] = []
         try:
-            outcomes = run_fresh(size, body, kwargs, mps=self._mps, device=device, seconds=seconds)
+            how = {"mps": self._mps, "device": device, "seconds": seconds}
+            outcomes = FreshRun(size, body, kwargs, **how).outcomes()
         finally:
             killed = not outcomes or any(outcome.exit_code < 0 for outcome in outcomes)
             if device != devices.CPU and killed:
                 self._kill()  # the daemon is theirs, too
                 self._mps.distrust()
         return outcomes
+
+    def run_waiting(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        kwargs: dict[str, Any],
+        among: Sequence[dict[str, Any]],
+    ) -> list[Outcome]:
+        """As run_fresh on the CPU, for a body that mostly waits: the first case that asks has all
+        of them played, and each takes its own.
+
+        among: the kwargs of every case.
+        """
+        waited = self._waited.setdefault(wire.name_of(body), [])
+        if not any(case == kwargs for case, _ in waited):
+            waited[:] = zip(among, run_at_once(size, body, among, mps=self._mps), strict=True)
+        place = next(i for i, (case, _) in enumerate(waited) if case == kwargs)
+        _, ended = waited.pop(place)
+        if isinstance(ended, RankFailedError):
+            raise ended
+        return ended
 
     def close(self) -> None:
         """End the processes."""

@@ -194,6 +194,14 @@ def test_more_packet_tokens_than_a_warp_has_lanes_are_refused() -> None:
     assert kernels.Geometry(**sizes, **rows, low_latency_tokens=32).max_tokens_per_rank == 64
 
 
+def test_a_geometry_with_more_picks_than_experts_is_refused() -> None:
+    sizes = {"ep_size": 2, "num_experts": 3, "max_tokens_per_rank": 8}
+    rows = {"dispatch_bytes_per_token": 16, "combine_bytes_per_token": 16}
+    with pytest.raises(ValueError, match="top_k must not exceed num_experts=3, got 4"):
+        kernels.Geometry(**sizes, **rows, top_k=4)
+    assert kernels.Geometry(**sizes, **rows, top_k=3).top_k == 3
+
+
 @pytest.mark.parametrize(
     "part", [lambda b: b[:1].expand(4, HIDDEN), lambda b: b.flip(0)[:0], lambda b: b[1:]]
 )

@@ -112,6 +112,24 @@ def test_a_fresh_rank_that_is_killed_has_the_signal_as_exit_code(ranks: RunOnRan
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL, 0]
 
 
+def answer(context: RankContext, number: int) -> tuple[int, int]:
+    if number == 3:
+        os._exit(4)
+    return number, os.getpid()
+
+
+def test_each_case_of_a_body_that_waits_gets_what_its_own_ranks_returned(ranks: RunOnRanks) -> None:
+    among = [{"number": number} for number in range(6)]
+    processes = set()
+    for number in (5, 0, 1, 2, 4, 4):  # one of them twice
+        outcomes = ranks.waiting(2, answer, among, device="cpu", number=number)
+        assert [(one.exit_code, one.value[0]) for one in outcomes] == [(0, number)] * 2
+        processes |= {one.value[1] for one in outcomes}
+    assert len(processes) == 12
+    died = ranks.waiting(2, answer, among, device="cpu", number=3)
+    assert [(one.exit_code, one.value) for one in died] == [(4, None)] * 2
+
+
 def default_group(context: RankContext) -> tuple[int, int]:
     dist.init_process_group("gloo")
     dist.barrier()

@@ -542,6 +542,14 @@ def test_fifos_that_cannot_be_are_refused(name: str, value: int) -> None:
         kernels.FifoGeometry(**{**sizes, **fifos, name: value})
 
 
+def test_fifos_of_more_picks_than_experts_are_refused() -> None:
+    sizes = {"ep_size": 2, "num_experts": 3, "max_tokens_per_rank": 5}
+    fifos = {"num_slots": 2, "slot_bytes": 64}
+    with pytest.raises(ValueError, match="top_k must not exceed num_experts=3, got 4"):
+        kernels.FifoGeometry(**sizes, **fifos, top_k=4)
+    assert kernels.FifoGeometry(**sizes, **fifos, top_k=3).top_k == 3
+
+
 def test_a_workspace_of_another_transport_is_refused() -> None:
     alone = Alone()
     geometry = cake_kernels.Geometry(
