@@ -115,14 +115,21 @@ class Workspace:
         that round, and only its combine could end it.
         """
         self.members.discard(member)
-        if self.state in (DISPATCHED, IN_BACKWARD) and in_round:
-            where = "between dispatch and combine"
-            if self.state == IN_BACKWARD:
-                where = "when a backward had not come to its dispatch and so left a round open"
+        try:
+            if self.state in (DISPATCHED, IN_BACKWARD) and in_round:
+                self._leave_round()
+        finally:
+            if not self.members:
+                self.close()
+
+    def _leave_round(self) -> None:
+        where = "between dispatch and combine"
+        if self.state == IN_BACKWARD:
+            where = "when a backward had not come to its dispatch and so left a round open"
+        try:
             self._tell_peers()
+        finally:
             self.break_down(f"a communication that shared its workspace was destroyed {where}.")
-        if not self.members:
-            self.close()
 
     def close(self) -> None:
         """Let go of the memory. Views keep theirs."""

@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(kFp8Threads, 1)
   wait_for_previous_kernel();
   const CombineRound round(p, own_segment(p.workspace).state());
   if (speaks_with_peers()) {
+    if (blockIdx.x == 0 && lane_id() == 0) tell_nothing_to_read(p);
     verdict.give(exchange_flags(p, when_flags_are_set(c, round)));
     last_wait.is_over();
-    if (blockIdx.x == 0 && lane_id() == 0) tell_nothing_to_read(p);
     return;
   }
 

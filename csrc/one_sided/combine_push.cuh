@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kPushThreads, kPushResidentCtas)
   if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
     const PeerAddresses peers(p);
     wait_for_previous_kernel_knowing(peers.state, peers.flag_there, peers.flag_here);
-    exchange_flags(p, c.reads_come_first ? FlagsAreSet::kLater : FlagsAreSet::kWithoutFence);
     if (lane_id() == 0) tell_nothing_to_read(p);
+    exchange_flags(p, c.reads_come_first ? FlagsAreSet::kLater : FlagsAreSet::kWithoutFence);
     allow_next_kernel();
     return;
   }

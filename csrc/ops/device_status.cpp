@@ -45,7 +45,9 @@ void raise_timeout_again(DeviceWorkspaceState& state, const RankWorkspace& works
   if (!is_set(page.timeout.recorded)) return;
   state.timeout_was_raised = true;
   if (page.timeout.why == Missed::kMasksDiffer) {
-    raise_other_masks(page.timeout.epoch_expected, workspace.ep_rank, masks_on(page, workspace));
+    raise_other_masks(page.timeout.epoch_expected, workspace.ep_rank, masks_on(page, workspace),
+                      " Use no sums of a round before it that check() did not follow: ranks that "
+                      "went on may have written over rows that were still being read.");
   }
   if (page.timeout.why == Missed::kWentOn) {
     raise_left_behind(page.timeout, workspace.ep_rank, "its sums must not be used");

@@ -39,7 +39,7 @@ std::string words_for_mask(ControlBlock& peer, uint32_t epoch, int64_t ep_size,
     table << "\n  rank " << rank << ": "
           << words_for_mask(control_of(workspace, rank), own.epoch, workspace.ep_size, deadline);
   }
-  raise_other_masks(own.epoch, workspace.ep_rank, table.str());
+  raise_other_masks(own.epoch, workspace.ep_rank, table.str(), "");
 }
 
 // Of an initialised workspace of any transport.

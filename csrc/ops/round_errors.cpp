@@ -100,7 +100,8 @@ void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
 
 void raise_timed_out_earlier(const TimeoutRecord& record) {
   fail("MoEEpStateError", "a wait on rank ", record.peer,
-       " timed out earlier, so the ranks are out of step: call reinitialize, for a bare workspace "
+       record.why == Missed::kDeadline ? " timed out" : " was given up",
+       " earlier, so the ranks are out of step: call reinitialize, for a bare workspace "
        "initialize, on all ranks that go on, or create it again, without that rank if it is dead");
 }
 
@@ -110,11 +111,12 @@ void raise_interrupt() {
        "communication, on all ranks");
 }
 
-void raise_other_masks(uint32_t epoch, int64_t ep_rank, const std::string& masks) {
+void raise_other_masks(uint32_t epoch, int64_t ep_rank, const std::string& masks,
+                       const char* before) {
   fail("MoEEpMaskDisagreementError", "the ranks have different active_rank_mask in round ", epoch,
        ", found by rank ", ep_rank,
        "; no data was delivered. Of those that it counts on, or that count on it:", masks,
-       "\nTake the mask from one place, and call reinitialize on the ranks that go on.");
+       "\nTake the mask from one place, and call reinitialize on the ranks that go on.", before);
 }
 
 void raise_left_behind(const TimeoutRecord& record, int64_t ep_rank, const char* sums) {

@@ -21,8 +21,10 @@ inline constexpr const char* kEndsOpenRound =
 // For every call after that one.
 [[noreturn]] void raise_timed_out_earlier(const TimeoutRecord& record);
 [[noreturn]] void raise_interrupt();
-// MoEEpMaskDisagreementError. masks: of which ranks, in words, each behind a new line.
-[[noreturn]] void raise_other_masks(uint32_t epoch, int64_t ep_rank, const std::string& masks);
+// MoEEpMaskDisagreementError. masks: of which ranks, in words, each behind a new line. before: what
+// is to be said of the round before.
+[[noreturn]] void raise_other_masks(uint32_t epoch, int64_t ep_rank, const std::string& masks,
+                                    const char* before);
 // The same, of a rank that others went on without. sums: what became of its own.
 [[noreturn]] void raise_left_behind(const TimeoutRecord& record, int64_t ep_rank, const char* sums);
 

@@ -87,7 +87,7 @@ __device__ inline bool await_details(const DispatchKernelParams& p, int32_t sour
       out.signature = packet.z;
       out.dispatched = packet.w;
       // In the loop: lanes that still wait are to hear of it.
-      if (!found_other_mask(p.workspace, source, epoch)) return true;
+      if (!has_other_mask(p.workspace, source, epoch)) return true;
       record_missed(p.workspace, Missed::kMasksDiffer, Phase::kDispatch, source, epoch, epoch);
       return false;
     }

@@ -27,13 +27,12 @@ __device__ inline bool has_other_mask(const DeviceWorkspace& workspace, int32_t 
                                       uint32_t epoch) {
   const DeviceState* const own = own_segment(workspace).state();
   const DeviceState* const theirs = DeviceSegment(workspace, peer).state();
+  const uint32_t their_epoch = poll(&theirs->combine_epoch);
+  if (their_epoch == 0) return false;  // it has not begun
   if (contains_now(theirs->active, peer) && !contains_now(theirs->active, workspace.ep_rank)) {
     return true;
   }
-  const auto is_there = [&](const DeviceState* state) {
-    return *const_cast<const volatile uint32_t*>(&state->combine_epoch) == epoch;
-  };
-  if (!is_there(own) || !is_there(theirs)) return false;
+  if (poll(&own->combine_epoch) != epoch || their_epoch != epoch) return false;
 #pragma unroll 1
   for (int32_t w = 0; w < rank_mask_words(workspace.ep_size); ++w) {
     if (load_word(own->active, w) != load_word(theirs->active, w)) return true;
@@ -50,19 +49,17 @@ __device__ inline void tell_mask(const DeviceWorkspace& workspace, int32_t rank)
   }
 }
 
-// The same; the host gets to know both masks.
-__device__ inline bool found_other_mask(const DeviceWorkspace& workspace, int32_t peer,
-                                        uint32_t epoch) {
-  if (!has_other_mask(workspace, peer, epoch)) return false;
+// What the host gets to know of a peer that was missed, besides its name.
+__device__ inline void tell_more(const DeviceWorkspace& workspace, Missed why, int32_t peer) {
+  if (why != Missed::kMasksDiffer) return;
   tell_mask(workspace, workspace.ep_rank);
   tell_mask(workspace, peer);
-  return true;
 }
 
 // Not in line: a wait that is short does not have it between its instructions.
 __device__ __noinline__ inline Missed obstacle_of(const DeviceWorkspace& workspace, int32_t peer,
-                                     uint32_t epoch) {
-  if (found_other_mask(workspace, peer, epoch)) return Missed::kMasksDiffer;
+                                                  uint32_t epoch) {
+  if (has_other_mask(workspace, peer, epoch)) return Missed::kMasksDiffer;
   const uint32_t* const has_left = &DeviceSegment(workspace, peer).control()->has_left;
   return poll(has_left) != 0 ? Missed::kDestroyed : Missed::kDeadline;
 }

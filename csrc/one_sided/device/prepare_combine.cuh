@@ -18,7 +18,6 @@ __device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWo
   const DeviceSegment own = own_segment(p.workspace);
   if (thread == 0) {
     DeviceState* const state = own.state();
-    state->combine_epoch = epoch;
     state->poisoned_epoch = epoch - 1;  // an old one must not match when epochs have come round
     state->num_tokens = p.num_tokens;
     state->tokens_per_rank = p.tokens_per_rank;
@@ -28,6 +27,8 @@ __device__ void prepare_combine(const DispatchKernelParams& p, const RankSet<kWo
       mask.words[w / 2] |= static_cast<uint64_t>(active.words[w]) << (w % 2 * 32);
     }
     state->active = mask;
+    // Behind the mask: whoever waits long for this rank compares the mask where the epoch is his.
+    *const_cast<volatile uint32_t*>(&state->combine_epoch) = epoch;
     state->combine_items = 0;
     state->stage_items = 0;
     state->staged_items = 0;

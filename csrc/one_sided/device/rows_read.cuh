@@ -4,8 +4,8 @@
 // begins a round without ranks of the round before looks whether these have read all, before it can
 // write its rows again, and notes the others in `left_reading`. There they find themselves: in
 // check(), or when they begin another round. The count takes no look and no fence: where no mask
-// loses a rank, nobody waits for it. It is only taken where there are masks: a barrier and an atomic
-// at the end of each CTA were 0.3 us and more of a round of one token.
+// loses a rank, nobody waits for it. It is only taken where there are masks: a barrier and an
+// atomic at the end of each CTA were 0.3 us and more of a round of one token.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,8 @@ __device__ inline void tell_rows_read(const CombineKernelParams& p) {
   count_rows_read(p, blockIdx.x == 0 ? kArrivalsPerRound - (gridDim.x - 1) : 1);
 }
 
-// By one thread of a combine that reads no peer's memory, of CTA 0.
+// By one thread of a combine that reads no peer's memory, of CTA 0: before a peer can hear of the
+// round's end, and so go on without this rank.
 __device__ inline void tell_nothing_to_read(const CombineKernelParams& p) {
   if (!p.workspace.has_rank_masks) return;
   count_rows_read(p, kArrivalsPerRound);
@@ -47,6 +48,13 @@ __device__ inline bool was_left_reading(const DeviceWorkspace& workspace, int32_
 __device__ __noinline__ inline void leave_ranks_behind(const DeviceWorkspace& workspace,
                                                        uint32_t epoch) {
   DeviceState* const own = own_segment(workspace).state();
+  uint64_t lost = 0;
+#pragma unroll 1
+  for (int32_t w = 0; w < rank_mask_words(workspace.ep_size); ++w) {
+    lost |= own->last_active.words[w] & ~own->active.words[w];
+  }
+  if (lost == 0) return;
+#pragma unroll 1
   for (int32_t rank = 0; rank < workspace.ep_size; ++rank) {
     const bool goes = own->last_active.contains(rank) && !own->active.contains(rank);
     if (!goes || rank == workspace.ep_rank) continue;

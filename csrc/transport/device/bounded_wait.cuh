@@ -5,6 +5,7 @@
 //   failed_word(workspace)               a word in device memory that is 0 at first
 //   obstacle_of(workspace, peer, epoch)  why a peer will not answer in the round of that epoch, as
 //                                        far as its memory tells; kDeadline: it may be slow
+//   tell_more(workspace, why, peer)      what else the host's page has room for
 #pragma once
 
 #include <cstdint>
@@ -36,6 +37,7 @@ __device__ void record_missed(const Workspace& workspace, Missed why, Phase phas
   record->why = why;
   record->first_missed = peer;
   record->first_why = why;
+  tell_more(workspace, why, peer);
   __threadfence_system();  // the host sees `recorded` last
   *const_cast<volatile uint32_t*>(&record->recorded) = 1;
 }
