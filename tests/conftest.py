@@ -19,6 +19,7 @@ from tests.ranks.launched import (
     world_size_problem,
 )
 from tests.ranks.pool import RankPool
+from tests.ranks.process import spare_the_collector
 from tests.ranks.processes import PATIENCE_SECONDS, start_server
 
 # The same examples every time and on every rank; a body on real processes has no useful deadline.
@@ -125,6 +126,11 @@ def rank_processes(pytestconfig: pytest.Config) -> Iterator[RankPool | LaunchedR
         processes = RankPool()
     yield processes
     processes.close()
+
+
+@pytest.fixture(autouse=True)
+def _spare_the_collector() -> None:
+    spare_the_collector()
 
 
 @pytest.fixture

@@ -57,13 +57,18 @@ def build_threads(
     sources = [ROOT / f"tests/native/{transport}_{source}.cpp"]
     for folder in (transport, "transport", "core"):
         sources += sorted((csrc / folder).glob("*.cpp"))
-    build(program, sources, ["-O1", "-g", f"-fsanitize={sanitizer}"], csrc)
+    build(program, sources, ["-O1", "-g1", f"-fsanitize={sanitizer}"], csrc)
 
 
-def run(program: Path, ranks: int, rounds: int, first: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    program: Path, ranks: int, rounds: int, first: int = 0, patience: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run it with so many ranks and rounds.
 
     first: where the numbers that wrap at 2**32 begin.
+    patience: seconds of a wait, for a two-sided program in which waits are known not to end.
     """
-    arguments = map(str, (ranks, rounds, first))
+    seed = 1
+    of_waits = () if patience is None else (seed, patience)
+    arguments = map(str, (ranks, rounds, first, *of_waits))
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=200)

@@ -83,6 +83,6 @@ def test_a_planted_bug_is_found(tmp_path: Path, bug: str) -> None:
     (csrc / file).write_text(text.replace(right, wrong))
     program = tmp_path / "two_sided_channels"
     build_threads("two_sided", csrc, program, "thread", "channels")
-    result = run(program, 4, 8)
+    result = run(program, 4, 8, patience=4)
     assert result.returncode != 0
     assert found in result.stdout + result.stderr

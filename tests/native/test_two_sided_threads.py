@@ -58,6 +58,6 @@ def test_a_planted_bug_is_found(tmp_path: Path, bug: str) -> None:
         (csrc / file).write_text(text.replace(right, wrong))
     program = tmp_path / "two_sided_threads"
     build_threads("two_sided", csrc, program, "thread")
-    result = run(program, 4, 100)
+    result = run(program, 4, 100, patience=4)
     assert result.returncode != 0
     assert found in result.stdout + result.stderr

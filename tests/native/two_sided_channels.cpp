@@ -285,6 +285,7 @@ int main(int argc, char** argv) {
   const int32_t rounds = argc > 2 ? std::atoi(argv[2]) : 20;
   const auto first = static_cast<uint32_t>(argc > 3 ? std::strtoul(argv[3], nullptr, 0) : 0);
   const auto seed = static_cast<uint32_t>(argc > 4 ? std::atoi(argv[4]) : 1);
+  if (argc > 5) patience = std::chrono::seconds(std::atoi(argv[5]));
   for (const Case& the_case : kCases) {
     if (!run_case(the_case, ranks, rounds, first, seed)) return 1;
   }

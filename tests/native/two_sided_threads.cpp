@@ -12,7 +12,7 @@ using namespace moe_ep;
 namespace {
 
 constexpr int64_t kIdBytes = kTopK * 4;
-constexpr int32_t kTimeoutSec = 15;
+int32_t timeout_sec = 15;
 
 class Rank : Player {
  public:
@@ -64,7 +64,7 @@ class Rank : Player {
     p.topk_ids = p.ids_are_int64 ? static_cast<const void*>(wide_ids.data()) : own_ids.data();
     p.invalid_expert_id = -1;
     p.fields = {2, {kRowBytes, kIdBytes}};
-    p.timeout_sec = kTimeoutSec;
+    p.timeout_sec = timeout_sec;
     p.out_topk_ids = ids.data();
     p.out_send_tokens = send_tokens_.data();
     p.out_send_counts = send_counts.data();
@@ -90,7 +90,7 @@ class Rank : Player {
     a.rows[1] = {reinterpret_cast<const uint8_t*>(ids.data()), kIdBytes, kIdBytes};
     a.received[0] = reinterpret_cast<uint8_t*>(received_.data());
     a.received[1] = reinterpret_cast<uint8_t*>(received_ids_.data());
-    a.timeout_sec = kTimeoutSec;
+    a.timeout_sec = timeout_sec;
     return two_sided::alltoallv(a) == Outcome::kDone || complain("alltoallv", number, 0, 0);
   }
 
@@ -128,7 +128,7 @@ class Rank : Player {
     c.row_type = RowType::kFloat32;
     c.send_tokens = send_tokens_.data();
     c.expert_output = {reinterpret_cast<const uint8_t*>(received_.data()), kRowBytes, kRowBytes};
-    c.timeout_sec = kTimeoutSec;
+    c.timeout_sec = timeout_sec;
     c.output = reinterpret_cast<uint8_t*>(output.data());
     if (two_sided::combine(c) != Outcome::kDone) return complain("combine", number, 0, 0);
     return check_sums(number, round, output);
@@ -145,6 +145,7 @@ class Rank : Player {
 
 int main(int argc, char** argv) {
   const Arguments arguments(argc, argv);
+  if (argc > 5) timeout_sec = std::atoi(argv[5]);
   bool good = true;
   // A dispatch record in one slot, and in three.
   for (const int64_t slot_bytes : {kRowBytes + kIdBytes, int64_t{100}}) {

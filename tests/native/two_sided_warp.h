@@ -21,7 +21,7 @@ namespace moe_ep::two_sided {
 
 inline constexpr int32_t kCapacity = 9;  // tokens of a rank
 // A wait never ends if nobody has moved anything for so long: no machine is too busy for that.
-inline constexpr auto kPatience = std::chrono::seconds(10);
+inline std::chrono::seconds patience{10};
 
 // Counts what any warp of any rank publishes. Orders nothing, so that it hides no race.
 using Moves = std::atomic<uint64_t>;
@@ -75,7 +75,7 @@ class ThreadWarp {
     const uint64_t moves = moves_.load(std::memory_order_relaxed);
     if (moves != seen_) moved();
     seen_ = moves;
-    return std::chrono::steady_clock::now() - since_ > kPatience;
+    return std::chrono::steady_clock::now() - since_ > patience;
   }
 
  protected:

@@ -29,6 +29,7 @@ from tests.ranks import devices, wire
 from tests.ranks.processes import PATIENCE_SECONDS
 
 _PR_SET_PDEATHSIG = 1
+_MANY_OBJECTS = 20_000
 _GROUP_TIMEOUT = timedelta(seconds=PATIENCE_SECONDS)
 NCCL_BACKENDS = "cpu:gloo,cuda:nccl"
 
@@ -123,6 +124,7 @@ def serve(
         rank = worker - (world_size - size)
         if call:
             connection.send_bytes(run(rank, size, groups, device, *call))
+            spare_the_collector()
         else:
             connection.send_bytes(make_group(rank, size, groups, device))
 
@@ -192,6 +194,20 @@ def _gloo_is_at_work() -> bool:
         if "gloo" in name and fields.split()[0] != "S":
             return True
     return False
+
+
+def spare_the_collector() -> None:
+    """Between tests: where many objects have come to stay, keep the collector from looking at them.
+
+    Many bodies have it run, some hundreds of times, and what others have imported and compiled
+    would take it tenths of a second each time.
+    """
+    if len(gc.get_objects()) < _MANY_OBJECTS:
+        return
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # what it keeps is of the tests that are over
+    gc.collect()
+    gc.freeze()
 
 
 def make_group(rank: int, size: int, groups: Groups, device: str) -> bytes:
