@@ -61,7 +61,7 @@ __device__ inline bool found_other_mask(const DeviceWorkspace& workspace, int32_
 
 // Not in line: a wait that is short does not have it between its instructions.
 __device__ __noinline__ inline Missed obstacle_of(const DeviceWorkspace& workspace, int32_t peer,
-                                     uint32_t epoch) {
+                                                  uint32_t epoch) {
   if (found_other_mask(workspace, peer, epoch)) return Missed::kMasksDiffer;
   const uint32_t* const has_left = &DeviceSegment(workspace, peer).control()->has_left;
   return poll(has_left) != 0 ? Missed::kDestroyed : Missed::kDeadline;
