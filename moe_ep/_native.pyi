@@ -93,6 +93,15 @@ MAX_TOP_K: Final[int]
 MAX_PACKET_TOKENS: Final[int]
 MAX_PAYLOADS: Final[int]
 MAX_TIMEOUT_SEC: Final[int]
+QUANTIZED_BY_READER: Final[RowType]
+
+class RowType:
+    __members__: ClassVar[dict[str, RowType]]
+    FLOAT32: ClassVar[RowType]
+    FLOAT16: ClassVar[RowType]
+    BFLOAT16: ClassVar[RowType]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
 
 class Geometry:
     def __init__(
@@ -141,6 +150,7 @@ class Geometry:
     @property
     def combine_rows_offset(self) -> int: ...
     def payload_offset(self, tokens_per_rank: int, row_bytes: Sequence[int], index: int) -> int: ...
+    def reader_quantizes(self, hidden_size: int, row_type: RowType) -> bool: ...
 
 class FifoGeometry:
     def __init__(

@@ -78,11 +78,21 @@ class Backend:
         device: torch.device,
         *,
         spans_gpus: bool = True,
+        low_precision: bool = False,
     ) -> Geometry:
         """What sizes a workspace on the one-sided transport, with the settings that are usual."""
-        config = self.communication.config_type()
-        assert isinstance(config, OneSidedConfig)
+        config_type = self.communication.config_type
+        assert issubclass(config_type, OneSidedConfig)
+        config = config_type(use_low_precision_combine=low_precision)
         return geometry_of(params, ep_size, config, device, spans_gpus=spans_gpus)
+
+    def takes_rows_in_place(
+        self, dtype: torch.dtype, *, one_gpu: bool, low_precision: bool = False
+    ) -> bool:
+        """Whether experts may write where combine takes its rows. one_gpu: all ranks are on it."""
+        if not low_precision:
+            return self.zero_copy
+        return self.name == "cake" and one_gpu and dtype == torch.bfloat16
 
 
 def _one_sided(

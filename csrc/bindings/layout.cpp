@@ -17,6 +17,7 @@
 #include "core/rank_mask.h"
 #include "core/scale_layout.h"
 #include "core/workspace_layout.h"
+#include "one_sided/fp8_rows.h"
 #include "one_sided/small_steps.h"
 #include "two_sided/geometry.h"
 #include "two_sided/layout.h"
@@ -98,13 +99,14 @@ void bind_layout(py::module_& m) {
   m.attr("MAX_PAYLOADS") = kMaxPayloads;
   m.attr("MAX_TIMEOUT_SEC") = kMaxTimeoutSec;
 
-  py::class_<Geometry>(m, "Geometry", "The numbers that size a workspace; the same on every rank.")
+  py::class_<Geometry> geometry(m, "Geometry",
+                                "The numbers that size a workspace; the same on every rank.");
+  geometry
       .def(py::init(&valid_geometry), py::kw_only(), py::arg("ep_size"), py::arg("num_experts"),
            py::arg("top_k"), py::arg("max_tokens_per_rank"), py::arg("dispatch_bytes_per_token"),
            py::arg("combine_bytes_per_token"), py::arg("eplb_stats_num_experts") = 0,
            py::arg("low_latency_tokens") = 0, py::arg("spans_gpus") = 1,
-           py::arg("prefers_packets") = 0, py::arg("max_top_k") = 0,
-           py::arg("has_rank_masks") = 1)
+           py::arg("prefers_packets") = 0, py::arg("max_top_k") = 0, py::arg("has_rank_masks") = 1)
       .def_readonly("ep_size", &Geometry::ep_size)
       .def_readonly("top_k", &Geometry::top_k)
       .def_readonly("max_tokens_per_rank", &Geometry::max_tokens_per_rank)
@@ -125,6 +127,16 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("combine_rows_offset", &offset_of<&WorkspaceLayout::combine_rows>)
       .def("payload_offset", &payload_offset, py::arg("tokens_per_rank"), py::arg("row_bytes"),
            py::arg("index"), "Byte offset in a segment of the received rows of one payload.");
+
+  py::enum_<RowType>(m, "RowType", "Of the elements of expert rows.")
+      .value("FLOAT32", RowType::kFloat32)
+      .value("FLOAT16", RowType::kFloat16)
+      .value("BFLOAT16", RowType::kBFloat16);
+  m.attr("QUANTIZED_BY_READER") = one_sided::kQuantizedByReader;
+  geometry.def("reader_quantizes", &one_sided::reader_quantizes, py::arg("hidden_size"),
+               py::arg("row_type"),
+               "Whether rows of a low-precision combine lie in the workspace as they are, and are "
+               "quantised by who sums them, where the backend can.");
 
   bind_fifo_geometry(m);
 

@@ -4,6 +4,7 @@
 
 #include "cake/combine_bulk.cuh"
 #include "one_sided/cuda_launch.h"
+#include "one_sided/fp8_rows.h"
 
 namespace moe_ep::cake {
 namespace {
@@ -42,22 +43,21 @@ BulkPlan bulk_plan(const CombineKernelParams& p, PieceShape shape) {
           .padding = static_cast<uint32_t>(p.pitch - static_cast<uint64_t>(p.row_bytes))};
 }
 
-template <bool kStaged>
+template <RowType kType, PulledRows kRows, bool kAsFp8 = false>
 cudaError_t launch_bulk(const BulkCombine& params, int ctas, const CudaContext& context) {
   const CombineKernelParams& p = params.combine;
   const auto destinations = static_cast<uint32_t>(p.workspace.max_destinations);
   const uint32_t shared =
       std::max(kMinSharedBytes, kStagesPerCta * destinations * params.plan.piece_bytes);
   const LaunchShape shape{ctas, kBulkThreads, static_cast<int>(shared)};
-  switch (p.row_type) {
-    case RowType::kFloat32:
-      return launch(combine_bulk_kernel<RowType::kFloat32, kStaged>, shape, context, params);
-    case RowType::kFloat16:
-      return launch(combine_bulk_kernel<RowType::kFloat16, kStaged>, shape, context, params);
-    case RowType::kBFloat16:
-      return launch(combine_bulk_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
-  }
-  return cudaErrorInvalidValue;
+  return launch(combine_bulk_kernel<kType, kRows, kAsFp8>, shape, context, params);
+}
+
+template <RowType kType>
+cudaError_t launch_bulk_of(const BulkCombine& params, int ctas, const CudaContext& context) {
+  return params.combine.expert_output == nullptr
+             ? launch_bulk<kType, PulledRows::kInPlace>(params, ctas, context)
+             : launch_bulk<kType, PulledRows::kStaged>(params, ctas, context);
 }
 
 }  // namespace
@@ -76,8 +76,18 @@ cudaError_t launch_combine_bulk(const CombineKernelParams& p, const CudaContext&
   const ItemPlan items(p, shape.parts, FastDivider(static_cast<int32_t>(shape.parts)));
   const Share share(items.total, static_cast<uint32_t>(ctas), kBulkWarps, kBulkStages);
   const BulkCombine params{p, stage, bulk_plan(p, shape), items, share, RowBlocks(p)};
-  return p.expert_output == nullptr ? launch_bulk<false>(params, ctas, context)
-                                    : launch_bulk<true>(params, ctas, context);
+  if (p.reader_quantizes) {
+    return launch_bulk<kQuantizedByReader, PulledRows::kEither, true>(params, ctas, context);
+  }
+  switch (p.row_type) {
+    case RowType::kFloat32:
+      return launch_bulk<RowType::kFloat32, PulledRows::kEither>(params, ctas, context);
+    case RowType::kFloat16:
+      return launch_bulk_of<RowType::kFloat16>(params, ctas, context);
+    case RowType::kBFloat16:
+      return launch_bulk_of<RowType::kBFloat16>(params, ctas, context);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace moe_ep::cake

@@ -146,7 +146,7 @@ __device__ void fill_row(uint8_t* row, uint32_t bytes, bool valid) {
 
 // Sums a piece of kFewest to kMost vectors. refill: loads the stage again, as soon as it has been
 // read. Code of its own for each number of vectors, found by halves.
-template <RowType kType, int kFewest, int kMost, typename Refill>
+template <RowType kType, bool kAsFp8, int kFewest, int kMost, typename Refill>
 __device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_t* stage,
                           const Refill& refill) {
   const uint32_t bytes = c.plan.bytes_of(piece.part);
@@ -154,10 +154,11 @@ __device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_
     uint8_t* const out = c.combine.output +
                          piece.token * static_cast<uint64_t>(c.combine.row_bytes) +
                          uint64_t{piece.part} * c.plan.piece_bytes;
-    const VectorSums<kType, kMost> sums(stage, piece.rows, c.plan.piece_bytes);
+    const uint32_t padding = piece.part == c.plan.last_part ? c.plan.padding : 0;
+    const VectorSums<kType, kMost, kAsFp8> sums(stage, piece.rows, c.plan.piece_bytes,
+                                                bytes - padding);
     if (!c.combine.output_is_aligned) {
       // Through the stage: each lane has read what it overwrites there.
-      const uint32_t padding = piece.part == c.plan.last_part ? c.plan.padding : 0;
       sums.store_unaligned(out, bytes - padding, stage);
     }
     refill();
@@ -165,9 +166,9 @@ __device__ void sum_piece(const BulkCombine& c, const StagedPiece& piece, uint8_
   } else {
     constexpr int kMiddle = (kFewest + kMost) / 2;
     if (bytes <= kMiddle * kVectorBytes) {
-      sum_piece<kType, kFewest, kMiddle>(c, piece, stage, refill);
+      sum_piece<kType, kAsFp8, kFewest, kMiddle>(c, piece, stage, refill);
     } else {
-      sum_piece<kType, kMiddle + 1, kMost>(c, piece, stage, refill);
+      sum_piece<kType, kAsFp8, kMiddle + 1, kMost>(c, piece, stage, refill);
     }
   }
 }
@@ -187,7 +188,8 @@ __device__ void fill_with_nan(const CombineKernelParams& p) {
 
 // An item passes through: number taken -> slots loading -> rows loading -> summed. The warp that
 // speaks with the peers takes none, so that it waits for nothing but flags.
-template <RowType kType, bool kStaged>
+// kAsFp8: the rows are summed as if they had travelled as FP8.
+template <RowType kType, PulledRows kRows, bool kAsFp8>
 __global__ void __launch_bounds__(kBulkThreads, 1)
     combine_bulk_kernel(const __grid_constant__ BulkCombine c) {
   if constexpr (kHasBulkCopies) {
@@ -197,13 +199,13 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
     const auto warp = threadIdx.x / kWarpSize;
     PieceRing ring(c, bulk_stages + warp * PieceRing::bytes(c), arrived[warp]);
 
-    begin_combine<kStaged>(p, c.stage);
+    begin_combine<kRows>(p, c.stage);
     ItemFeed feed(p, c.items);
     Item first = kNothing;
     Item next = kNothing;
     bool ready = true;
     if (speaks_with_peers()) {
-      ready = exchange_flags<kStaged>(p);
+      ready = exchange_flags<kRows>(p);
     } else if (warp < c.share.warps) {
       const uint32_t base = feed.take(c.share.first_items);
       first = feed.at(base);
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
         fill_row<kType>(ring.stage(), c.plan.piece_bytes, valid);
         piece.rows = 1;
       }
-      sum_piece<kType, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
+      sum_piece<kType, kAsFp8, 1, kMaxBulkVectors>(c, piece, ring.stage(), refill);
     }
     tell_rows_read(p);
   }

@@ -34,8 +34,7 @@ inline Geometry valid_geometry(int64_t ep_size, int64_t num_experts, int64_t top
                                int64_t max_tokens_per_rank, int64_t dispatch_bytes_per_token,
                                int64_t combine_bytes_per_token, int64_t eplb_stats_num_experts,
                                int64_t low_latency_tokens, int64_t spans_gpus,
-                               int64_t prefers_packets, int64_t max_top_k,
-                               int64_t has_rank_masks) {
+                               int64_t prefers_packets, int64_t max_top_k, int64_t has_rank_masks) {
   constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
   const auto in_range = [](const char* name, int64_t value, int64_t low, int64_t high) {
     return static_cast<int32_t>(require_in_range(name, value, low, high));

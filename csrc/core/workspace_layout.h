@@ -199,7 +199,7 @@ struct WorkspaceLayout {
   Region topk_weights;  // the same in float32
   Region payloads;      // received rows, see PayloadPlacement; block s is written by rank s
   // [ep_size * max_tokens_per_rank] expert outputs, row_pitch apart; private, read by the peers. On
-  // CUDA, rows in low precision are in their source's memory instead, row_pitch_in_lines apart:
+  // CUDA, rows that travel as FP8 are in their source's memory instead, row_pitch_in_lines apart:
   // block p is written by rank p.
   Region combine_rows;
   // [ep_size * max_tokens_per_rank, kMaxRowParts] uint32: the epoch of what was pushed to these

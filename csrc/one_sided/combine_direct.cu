@@ -4,6 +4,7 @@
 
 #include "one_sided/combine_kernels.h"
 #include "one_sided/cuda_launch.h"
+#include "one_sided/fp8_rows.h"
 
 namespace moe_ep::one_sided {
 namespace {
@@ -11,7 +12,7 @@ namespace {
 // One batch of loads of a warp, so that few rows are staged by many warps.
 constexpr uint32_t kStageItemShift = 8;  // 256 chunks
 
-template <bool kStaged>
+template <RowType kType, PulledRows kRows, bool kAsFp8 = false>
 cudaError_t launch_direct(const DirectCombine& params, const CudaContext& context) {
   const CombineKernelParams& p = params.combine;
   int multiprocessors = 0;
@@ -19,17 +20,16 @@ cudaError_t launch_direct(const DirectCombine& params, const CudaContext& contex
   if (error != cudaSuccess) return error;
   const uint64_t pieces = tokens_per_rank(p) * params.pieces_per_row;
   const int ctas = ctas_for(std::max(pieces, params.stage.max_items(p)), kDirectSumWarps,
-                            kDirectCtasPerSm<kStaged> * multiprocessors);
+                            kDirectCtasPerSm<kRows> * multiprocessors);
   const LaunchShape shape{ctas, kDirectThreads, 0};
-  switch (p.row_type) {
-    case RowType::kFloat32:
-      return launch(combine_direct_kernel<RowType::kFloat32, kStaged>, shape, context, params);
-    case RowType::kFloat16:
-      return launch(combine_direct_kernel<RowType::kFloat16, kStaged>, shape, context, params);
-    case RowType::kBFloat16:
-      return launch(combine_direct_kernel<RowType::kBFloat16, kStaged>, shape, context, params);
-  }
-  return cudaErrorInvalidValue;
+  return launch(combine_direct_kernel<kType, kRows, kAsFp8>, shape, context, params);
+}
+
+template <RowType kType>
+cudaError_t launch_direct_of(const DirectCombine& params, const CudaContext& context) {
+  return params.combine.expert_output == nullptr
+             ? launch_direct<kType, PulledRows::kInPlace>(params, context)
+             : launch_direct<kType, PulledRows::kStaged>(params, context);
 }
 
 }  // namespace
@@ -41,8 +41,18 @@ cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContex
   }
   const DirectCombine params{p, StagePlan::of(p, kStageItemShift), pieces_per_row,
                              FastDivider(std::max(static_cast<int32_t>(pieces_per_row), 1))};
-  return p.expert_output == nullptr ? launch_direct<false>(params, context)
-                                    : launch_direct<true>(params, context);
+  if (p.reader_quantizes) {
+    return launch_direct<kQuantizedByReader, PulledRows::kEither, true>(params, context);
+  }
+  switch (p.row_type) {
+    case RowType::kFloat32:
+      return launch_direct<RowType::kFloat32, PulledRows::kEither>(params, context);
+    case RowType::kFloat16:
+      return launch_direct_of<RowType::kFloat16>(params, context);
+    case RowType::kBFloat16:
+      return launch_direct_of<RowType::kBFloat16>(params, context);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace moe_ep::one_sided

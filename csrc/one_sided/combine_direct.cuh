@@ -8,6 +8,7 @@
 #include "one_sided/combine_plan.h"
 #include "one_sided/cuda_params.h"
 #include "one_sided/device/combine_enter.cuh"
+#include "one_sided/device/fp8_sum.cuh"
 #include "one_sided/device/rows_read.cuh"
 #include "one_sided/device/token_rows.cuh"
 #include "transport/device/memory_access.cuh"
@@ -20,11 +21,12 @@ inline constexpr int kDirectThreads = 256;
 inline constexpr uint32_t kDirectSumWarps = kDirectThreads / kWarpSize - 1;
 // More warps have more loads in flight. EP8, 32 tokens, with 16 warps an SM: each had three or four
 // pieces one after the other, and they took 12 us where memory takes 5. To be measured: 21 warps.
-template <bool kStaged>
-inline constexpr int kDirectCtasPerSm = kStaged ? 2 : 3;  // staging takes more registers
+template <PulledRows kRows>
+inline constexpr int kDirectCtasPerSm =
+    kRows == PulledRows::kStaged ? 2 : 3;  // staging takes more registers
 // Registers for one more: a waiting grid must leave room for a peer's kernel on the same GPU.
-template <bool kStaged>
-inline constexpr int kDirectResidentCtas = kDirectCtasPerSm<kStaged> + 1;
+template <PulledRows kRows>
+inline constexpr int kDirectResidentCtas = kDirectCtasPerSm<kRows> + 1;
 
 struct DirectCombine {
   CombineKernelParams combine;
@@ -55,20 +57,24 @@ struct DirectPiece {
   }
 };
 
-template <RowType kType>
+template <RowType kType, bool kAsFp8>
 __device__ void sum_piece(const CombineKernelParams& p, const DirectPiece& piece, bool valid,
                           uint4* scratch) {
   float sum[Chunk<kType>::kElements];
   start(sum, valid);
-  if (valid) add_rows<kType>(sum, piece.rows, piece.offset);
+  if constexpr (kAsFp8) {
+    const int32_t bytes = piece.bytes - lane_id() * static_cast<int32_t>(kRowAlignment);
+    if (valid) add_rows_as_fp8<kType>(sum, piece.rows, piece.offset, bytes);
+  } else {
+    if (valid) add_rows<kType>(sum, piece.rows, piece.offset);
+  }
   store_rounded<kType>(piece.out, piece.bytes, p.output_is_aligned, Chunk<kType>::round(sum),
                        scratch);
 }
 
-// kStaged: the rows are not in place but in a tensor of the user's, and are copied first. A kernel
-// of its own, so that the other one is short: 1 us is some 370 instructions of a warp.
-template <RowType kType, bool kStaged>
-__global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
+// kAsFp8: the rows are summed as if they had travelled as FP8.
+template <RowType kType, PulledRows kRows, bool kAsFp8>
+__global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kRows>)
     combine_direct_kernel(const __grid_constant__ DirectCombine c) {
   __shared__ uint4 scratch[kDirectThreads];
   const CombineKernelParams& p = c.combine;
@@ -82,12 +88,12 @@ __global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
     return load_slot(p, slot_address(p, c.by_row.divide(static_cast<int32_t>(i))));
   };
 
-  begin_combine<kStaged>(p, c.stage);
+  begin_combine<kRows>(p, c.stage);
   bool ready = true;
   DirectPiece work;
   SendSlot next_slot;
   if (speaks_with_peers()) {
-    ready = exchange_flags<kStaged>(p);
+    ready = exchange_flags<kRows>(p);
   } else {
     work.find(c, piece, slot_of(piece));
     next_slot = slot_of(piece + warps);
@@ -95,7 +101,7 @@ __global__ void __launch_bounds__(kDirectThreads, kDirectResidentCtas<kStaged>)
   const bool valid = agree_on_rows(ready);
 
   while (piece < total) {
-    sum_piece<kType>(p, work, valid, scratch + warp * kWarpSize);
+    sum_piece<kType, kAsFp8>(p, work, valid, scratch + warp * kWarpSize);
     piece += warps;
     work.find(c, piece, next_slot);
     next_slot = slot_of(piece + warps);

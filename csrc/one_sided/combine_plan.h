@@ -68,6 +68,15 @@ inline bool reads_come_first(const CombineKernelParams& p) {
          (p.output != nullptr && meets(p.output, p.num_tokens * p.row_bytes));
 }
 
+// Where the rows are of which a kernel is made that pulls.
+enum class PulledRows {
+  kInPlace,
+  // In a tensor of the user's: they are copied into the workspace first. A kernel of its own, so
+  // that the other one is short: 1 us is some 370 instructions of a warp.
+  kStaged,
+  kEither,  // one kernel for both, where it is not worth two
+};
+
 // CTAs for so many pieces of work, each for one warp.
 inline int ctas_for(uint64_t warps, int warps_per_cta, int max_ctas) {
   const uint64_t wanted = divide_up(warps, static_cast<uint64_t>(warps_per_cta));

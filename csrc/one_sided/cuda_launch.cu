@@ -34,15 +34,16 @@ uint32_t signature_of(const DispatchParams& p) {
   return hash;
 }
 
-// Sums that are quantised are pulled, in small steps, too, and so are rows that travel as FP8. A
-// rank that pulls sends no packets, and one that pushes need not have its rows where they can be
-// pulled: so ranks of which only some push a small step must see that they disagree.
+// Sums that are quantised are pulled, in small steps, too. A rank that pulls sends no packets, and
+// one that pushes need not have its rows where they can be pulled: so ranks of which only some push
+// a small step, or rows in low precision, must see that they disagree.
 uint32_t signature_of(const CombineParams& p) {
   const bool pushes = p.quantized == nullptr && !p.low_precision &&
                       is_pushed(p.workspace.geometry, p.tokens_per_rank);
   uint32_t hash = mixed(2, static_cast<uint64_t>(p.row_type));
   hash = mixed(hash, static_cast<uint64_t>(p.hidden_size));
   hash = mixed(hash, p.low_precision);
+  hash = mixed(hash, p.reader_quantizes);
   return mixed(hash, pushes);
 }
 
@@ -126,6 +127,7 @@ CombineKernelParams kernel_params(const CombineParams& p, const CudaContext& con
   k.expert_output_is_aligned = is_aligned(p.expert_output, p.expert_output_stride, k.row_bytes);
   k.output = p.output;
   k.output_is_aligned = is_aligned(p.output, 0, k.row_bytes);
+  k.reader_quantizes = p.reader_quantizes;
   k.output_is_quantized = p.quantized != nullptr;
   if (k.output_is_quantized) k.quantized = *p.quantized;
   return k;

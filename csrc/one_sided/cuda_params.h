@@ -91,6 +91,7 @@ struct CombineKernelParams {
   QuantizedRows quantized;  // where the sums go in a block-scaled format instead
   bool output_is_quantized;
   bool output_is_aligned;
+  bool reader_quantizes;  // as in CombineParams
 };
 
 }  // namespace moe_ep::one_sided

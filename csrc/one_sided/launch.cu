@@ -3,6 +3,7 @@
 #include "one_sided/dispatch_direct.h"
 #include "one_sided/dispatch_packets.h"
 #include "one_sided/dispatch_put.h"
+#include "one_sided/fp8_rows.h"
 #include "one_sided/launch_step.h"
 #include "one_sided/small_steps.h"
 
@@ -25,9 +26,11 @@ cudaError_t launch_combine_step(const CombineParams& p, const CudaContext& conte
                                                            const CudaContext&)) {
   const CombineKernelParams params = kernel_params(p, context);
   const Geometry& g = p.workspace.geometry;
-  if (p.low_precision) return launch_combine_fp8(params, context);
+  if (travels_as_fp8(p)) return launch_combine_fp8(params, context);
   if (p.quantized != nullptr) return launch_combine_quantized(params, context);
-  if (is_pushed(g, p.tokens_per_rank)) return launch_combine_push(params, context);
+  if (!p.low_precision && is_pushed(g, p.tokens_per_rank)) {
+    return launch_combine_push(params, context);
+  }
   if (is_summed_directly(g, p.tokens_per_rank)) return launch_combine_direct(params, context);
   return launch_many(params, context);
 }

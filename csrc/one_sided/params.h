@@ -60,6 +60,9 @@ struct CombineParams {
       expert_output;  // [ep_size * tokens_per_rank, hidden_size]; null: already in the workspace
   int64_t expert_output_stride;  // bytes from one row to the next
   bool low_precision;            // rows travel as scaled FP8, see core/scaled_fp8.h
+  // With low_precision: the rows are in the workspace as they are, and who sums them quantises
+  // them.
+  bool reader_quantizes;
   int32_t timeout_sec;
 
   uint8_t* output;                 // [num_tokens, hidden_size] of row_type, rows dense; or null and

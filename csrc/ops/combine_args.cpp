@@ -11,22 +11,22 @@
 namespace moe_ep::ops {
 namespace {
 
-void check_not_in_place(const CombineInputs& in) {
-  check(!in.low_precision,
+void check_not_in_place(const one_sided::CombineParams& p) {
+  check(!one_sided::travels_as_fp8(p),
         "expert_output must be a tensor of your own in a low-precision combine, and not the "
         "combine input buffer: rows are quantised on their way there");
 }
 
 void set_expert_output(one_sided::CombineParams& p, const CombineInputs& in) {
   if (!in.expert_output.has_value()) {
-    check_not_in_place(in);
+    check_not_in_place(p);
     return;
   }
   const int64_t num_rows = p.workspace.geometry.ep_size * in.tokens_per_rank;
   const RowsIn rows =
       expert_output_from(*in.expert_output, in.workspace, in.dtype, num_rows, in.hidden_size);
   if (is_combine_input(*in.expert_output, p.workspace)) {
-    check_not_in_place(in);
+    check_not_in_place(p);
     return;
   }
   p.expert_output = rows.data;
@@ -45,6 +45,8 @@ one_sided::CombineParams combine_args(const CombineInputs& in) {
   p.row_type = row_type_from(in.dtype);
   p.hidden_size = in.hidden_size;
   p.low_precision = in.low_precision;
+  p.reader_quantizes = in.low_precision && in.reader_can_quantize &&
+                       one_sided::reader_quantizes(g, p.hidden_size, p.row_type);
   // Divided, not multiplied: a product might not fit 64 bits.
   const int64_t element = in.low_precision ? 1 : row_type_bytes(p.row_type);
   check(in.hidden_size >= 1 && in.hidden_size <= g.combine_bytes_per_token / element &&

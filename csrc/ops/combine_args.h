@@ -22,6 +22,7 @@ struct CombineInputs {
   ScalarType dtype;
   int64_t timeout_sec;
   bool low_precision;
+  bool reader_can_quantize = false;  // the op has kernels for that: see one_sided/fp8_rows.h
 };
 
 // Everything but the output. Raises where an argument is wrong; looks at no memory of the

@@ -23,14 +23,19 @@ void run(const one_sided::CombineParams& p, const CudaCall& call, DeviceWorkspac
               [&] { return kLaunch(p, {call.stream(), state.page, nullptr, enable_pdl}); });
 }
 
+// Sums that are quantised themselves are always of rows that travel as FP8.
+template <auto kLaunch>
+inline constexpr bool kReaderCanQuantize = kLaunch == &cake::launch_combine;
+
 template <auto kLaunch>
 Tensor combine(Tensor workspace, std::optional<Tensor> expert_output,
                std::optional<Tensor> active_rank_mask, std::vector<int64_t> geometry,
                int64_t ep_rank, int64_t num_tokens, int64_t tokens_per_rank, int64_t hidden_size,
                ScalarType dtype, int64_t timeout_sec, bool enable_pdl, bool low_precision) {
-  const CombineInputs inputs{workspace, expert_output, active_rank_mask, geometry,
-                             ep_rank,   num_tokens,    tokens_per_rank,  hidden_size,
-                             dtype,     timeout_sec,   low_precision};
+  const CombineInputs inputs{workspace,       expert_output, active_rank_mask,
+                             geometry,        ep_rank,       num_tokens,
+                             tokens_per_rank, hidden_size,   dtype,
+                             timeout_sec,     low_precision, kReaderCanQuantize<kLaunch>};
   one_sided::CombineParams p = combine_args(inputs);
   const CudaCall call(workspace);
   DeviceWorkspaceState& state = begin_call(p.workspace, call);
@@ -45,9 +50,10 @@ void combine_out(Tensor workspace, std::optional<Tensor> expert_output,
                  int64_t ep_rank, int64_t tokens_per_rank, int64_t timeout_sec, Tensor output,
                  bool enable_pdl, bool low_precision) {
   check_sums(output);
-  one_sided::CombineParams p = combine_args(
-      {workspace, expert_output, active_rank_mask, geometry, ep_rank, output.size(0),
-       tokens_per_rank, output.size(1), output.scalar_type(), timeout_sec, low_precision});
+  one_sided::CombineParams p =
+      combine_args({workspace, expert_output, active_rank_mask, geometry, ep_rank, output.size(0),
+                    tokens_per_rank, output.size(1), output.scalar_type(), timeout_sec,
+                    low_precision, kReaderCanQuantize<kLaunch>});
   set_sums(p, output, workspace);
   const CudaCall call(workspace);
   run<kLaunch>(p, call, begin_call(p.workspace, call), enable_pdl);

@@ -47,8 +47,7 @@ void set_interrupt_check(int64_t address) {
 Geometry geometry_from(const std::vector<int64_t>& f) {
   check(f.size() == 12, "geometry must have 12 fields, got ", f.size());
   try {
-    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10],
-                          f[11]);
+    return valid_geometry(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11]);
   } catch (const std::invalid_argument& error) {
     fail("MoEEpConfigError", error.what());
   }

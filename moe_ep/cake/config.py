@@ -21,9 +21,12 @@ class CakeAlltoAllConfig(OneSidedConfig):
         rows that stay on their rank, too, and combine sums what `dequantize_fp8` gives of them. An
         element is off by at most 1/16 of itself, or 2**-18 of the largest of its block of 128 (of
         2**-100 where the largest is smaller); an infinity or NaN makes NaNs of its block.
-        get_combine_input_buffer returns None.
+        get_combine_input_buffer returns None, but for bfloat16 where all ranks are on one GPU:
+        there rows stay as they are, and who sums them quantises them, to the same bits. On CUDA
+        the workspace has room for either, wherever the ranks are.
     enable_pdl: on CUDA, whether a kernel may start while the one before it on the stream still
         runs (programmatic dependent launch). None: yes. Nothing on the CPU.
     """
 
     backend_name: ClassVar[str] = "cake"
+    _reader_can_quantize: ClassVar[bool] = True

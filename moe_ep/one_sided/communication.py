@@ -20,7 +20,7 @@ from moe_ep.limits import MAX_TOP_K
 from moe_ep.one_sided import received
 from moe_ep.one_sided.config import OneSidedConfig
 from moe_ep.one_sided.kernels import OneSidedKernels
-from moe_ep.one_sided.workspace import geometry_of, join_workspace
+from moe_ep.one_sided.workspace import geometry_of, join_workspace, rows_are_whole
 from moe_ep.params import MoEEpCommParams
 from moe_ep.shared_batch import SharedBatch
 from moe_ep.shared_memory import SharedMemoryAlltoAll
@@ -52,6 +52,9 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
         self._ops = self._kernels.ops
         self._enable_pdl = config.enable_pdl is not False
         self._low_precision = config.use_low_precision_combine
+        self._takes_rows_in_place = not self._low_precision or (
+            self.device.type != "cpu" and rows_are_whole(params, config, self._layout)
+        )
         self._most_combine_rows: Tensor | None = None
         self._rank_mask_words = _native.rank_mask_words(self.ep_size)
 
@@ -206,7 +209,7 @@ class OneSidedAlltoAll(SharedMemoryAlltoAll):
             self._ops.check(self._workspace, self._geometry, self.ep_rank)
 
     def _combine_input_buffer(self) -> Tensor | None:
-        if self._low_precision:
+        if not self._takes_rows_in_place:
             return None  # rows are quantised on their way into the workspace
         return self._combine_rows(self._tokens_per_rank)
 

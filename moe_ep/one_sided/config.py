@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from moe_ep import _native
 from moe_ep.config import CommunicationConfig, require_int_in_range
@@ -25,6 +26,9 @@ class PacketSteps:
 @dataclass(frozen=True, kw_only=True)
 class OneSidedConfig(CommunicationConfig):
     """What the configs of these backends derive from; CakeAlltoAllConfig explains the settings."""
+
+    _reader_can_quantize: ClassVar[bool] = False
+    """Whether the backend's kernels can sum rows in low precision that lie there as they are."""
 
     extra_payload_bytes_per_token: int = 0
     eplb_stats_num_experts: int = 0

@@ -119,6 +119,8 @@ class OneSidedKernels:
         use_low_precision_combine: whether rows travel as scaled FP8, see CakeAlltoAllConfig; the
             same on all ranks. A row takes `hidden_size + 4 * ceil(hidden_size / 128)` of the
             `geometry.combine_bytes_per_token`; expert_output is not the `combine_input_buffer`.
+            But cake, on CUDA with `spans_gpus=0` and no output_dtype, leaves bfloat16 rows that
+            fit there as they are, to the same bits; then it may be.
         active_rank_mask: the one that dispatch got.
         enable_pdl: as in dispatch.
 

@@ -127,8 +127,8 @@ def combine_input_buffer(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the workspace's own [ep_size * tokens_per_rank, hidden_size] input of combine;
-    handing it in saves a copy. Rows begin on 16-byte boundaries. A low-precision combine does not
-    take it.
+    handing it in saves a copy. Rows begin on 16-byte boundaries. A low-precision combine takes it
+    only where it leaves rows as they are, see `combine`.
 
     Raises MoEEpConfigError for rows or numbers of them that the workspace has no room for.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ep._native import Geometry
+from moe_ep._native import QUANTIZED_BY_READER, Geometry, RowType
 from moe_ep.bootstrap import BootstrapConfig
 from moe_ep.collectives import CommBackend
 from moe_ep.errors import MoEEpConfigError
@@ -13,6 +13,12 @@ from moe_ep.one_sided.kernels import OneSidedKernels
 from moe_ep.params import MoEEpCommParams, QuantFormat, row_format
 from moe_ep.workspace_sharing import join_memory
 from moe_ep.workspaces import Workspace
+
+_ROW_TYPES = {
+    torch.float32: RowType.FLOAT32,
+    torch.float16: RowType.FLOAT16,
+    torch.bfloat16: RowType.BFLOAT16,
+}
 
 
 def geometry_of(
@@ -27,7 +33,8 @@ def geometry_of(
     `.segment_bytes` is the size per rank.
 
     spans_gpus: whether its ranks may be on several GPUs. False is a promise: signals are then
-        ordered within one GPU only. The size does not depend on it.
+        ordered within one GPU only, and cake leaves rows in low precision as they are. The size
+        does not depend on it.
 
     Raises MoEEpConfigError where a size is past its limit.
     """
@@ -44,7 +51,7 @@ def geometry_of(
             max_tokens_per_rank=max_tokens_per_rank,
             dispatch_bytes_per_token=max(layer.dispatch_bytes_per_token for layer in layers)
             + config.extra_payload_bytes_per_token,
-            combine_bytes_per_token=max(_combine_bytes(layer, config) for layer in layers),
+            combine_bytes_per_token=max(_combine_bytes(layer, config, on_cuda) for layer in layers),
             eplb_stats_num_experts=config.eplb_stats_num_experts,
             low_latency_tokens=packets.max_tokens if on_cuda else 0,
             spans_gpus=int(spans_gpus),
@@ -76,8 +83,27 @@ def join_workspace(
     )
 
 
-def _combine_bytes(params: MoEEpCommParams, config: OneSidedConfig) -> int:
-    """Return the bytes of an expert's row as it travels."""
+def rows_are_whole(params: MoEEpCommParams, config: OneSidedConfig, layout: Geometry) -> bool:
+    """Return whether the expert rows of a layer lie in the workspace as the experts give them. For
+    CUDA; on the CPU, rows in low precision never do.
+    """
     if not config.use_low_precision_combine:
-        return params.combine_bytes_per_token
-    return row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes
+        return True
+    row_type = _ROW_TYPES[params.token_dtype]
+    return config._reader_can_quantize and layout.reader_quantizes(params.hidden_size, row_type)
+
+
+def _combine_bytes(params: MoEEpCommParams, config: OneSidedConfig, on_cuda: bool) -> int:
+    """Return the bytes of an expert's row as it travels: of the larger one where it depends on the
+    GPUs of the ranks, which an estimate does not know.
+    """
+    whole = params.combine_bytes_per_token
+    if not config.use_low_precision_combine:
+        return whole
+    fp8 = row_format(QuantFormat.DeepSeekFp8, params.hidden_size, params.token_dtype).row_bytes
+    may_be_whole = (
+        on_cuda
+        and config._reader_can_quantize
+        and _ROW_TYPES[params.token_dtype] == QUANTIZED_BY_READER
+    )
+    return max(whole, fp8) if may_be_whole else fp8

@@ -51,6 +51,7 @@ class BareWorkspace:
         tokens_per_rank: int,
         *,
         zero_copy: bool,
+        low_precision: bool = False,
         eplb_local_stats: Tensor | None = None,
     ) -> tuple[Received, Tensor, Tensor | None]:
         """Play a round; return copies of what came, the sums, and the statistics."""
@@ -84,7 +85,13 @@ class BareWorkspace:
             buffer = self._kernels.combine_input_buffer(*where, tokens_per_rank, *row)
             partial = buffer.copy_(partial)
         num_tokens = len(mine.topk_ids)
-        combined = self._kernels.combine(*where, partial, num_tokens, timeout_sec=TIMEOUT_SECONDS)
+        combined = self._kernels.combine(
+            *where,
+            partial,
+            num_tokens,
+            timeout_sec=TIMEOUT_SECONDS,
+            use_low_precision_combine=low_precision,
+        )
         assert isinstance(combined, Tensor)
         return received, combined, stats
 

@@ -15,6 +15,7 @@ from tests.gpu.captured_rounds import CapturedRound, play_eagerly, run_round, se
 from tests.gpu.device_rounds import Verdict, capturing, expected_sums, tokens_of
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
+from tests.ranks.devices import ONE_GPU
 from tests.rounds import create
 
 pytestmark = pytest.mark.multirank
@@ -82,6 +83,15 @@ def test_each_replay_in_low_precision_equals_the_oracle(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     play_replays(ranks, backend, device, 2, use_low_precision_combine=True)
+
+
+@on_each(named="cake", devices=(ONE_GPU,))
+@sizes
+def test_each_replay_in_low_precision_with_experts_in_place_equals_the_oracle(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int
+) -> None:
+    how: dict[str, Any] = {"combine_input": "buffer", "use_low_precision_combine": True}
+    play_replays(ranks, backend, device, size, **how)
 
 
 def replay_in_turn(context: RankContext, backend: str, capacities: list[int]) -> None:

@@ -20,6 +20,7 @@ from tests.conftest import RunOnRanks
 from tests.multirank.test_reinitialize import masked_round
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
+from tests.ranks.devices import ONE_GPU
 from tests.rounds import Played, check, create, play_round
 
 pytestmark = pytest.mark.multirank
@@ -104,21 +105,22 @@ def test_masks_that_differ_are_found_out_by_all_who_wait_for_another(
 
 
 WIDE = MoEEpCommParams(2, 1, 8192, 8192, dtype=torch.float32)
+WIDE_IN_LOW_PRECISION = MoEEpCommParams(2, 1, 8192, 16384)
 
 
 def go_on_without_a_rank_that_reads(
-    context: RankContext, backend: str, attempts: int
+    context: RankContext, backend: str, params: MoEEpCommParams, attempts: int, **options: bool
 ) -> tuple[int, int]:
     """Body: rank 1 adds many rows of rank 0, which has queued a round without it behind this one,
     and writes others over them. Returns how often rank 1 got its sums, and how often an error.
     """
     rank, sums, errors = context.rank, 0, 0
-    count = WIDE.max_tokens_per_rank * rank
+    count = params.max_tokens_per_rank * rank
     everyone, alone = (active_rank_mask(active, 2) for active in ((0, 1), (0,)))
-    with create(context, WIDE, backend, enable_rank_mask=True) as one:
+    with create(context, params, backend, enable_rank_mask=True, **options) as one:
         device = one.device
         ids = torch.zeros((count, 1), dtype=torch.int32, device=device)
-        sent = torch.ones(count, WIDE.hidden_size, device=device)
+        sent = torch.ones(count, params.hidden_size, dtype=params.token_dtype, device=device)
         for _ in range(attempts):
             one.dispatch(sent, ids, active_rank_mask=everyone)  # type: ignore[call-arg]
             rows = one.get_combine_input_buffer()
@@ -143,18 +145,38 @@ def go_on_without_a_rank_that_reads(
     return sums, errors
 
 
-@on_each(having="masks", devices=SHARED_GPUS)
-def test_a_rank_that_is_masked_off_while_it_reads_has_its_sums_or_an_error(
-    ranks: RunOnRanks, backend: Backend, device: str
+def mask_off_a_rank_that_reads(
+    ranks: RunOnRanks, backend: Backend, device: str, params: MoEEpCommParams, **options: bool
 ) -> None:
     attempts = 20
     results = ranks(
-        2, go_on_without_a_rank_that_reads, device=device, backend=backend.name, attempts=attempts
+        2,
+        go_on_without_a_rank_that_reads,
+        device=device,
+        backend=backend.name,
+        params=params,
+        attempts=attempts,
+        **options,
     )
     assert results[0] == (attempts, 0)
     sums, errors = results[1]
     assert sums + errors == attempts
     assert errors > 0
+
+
+@on_each(having="masks", devices=SHARED_GPUS)
+def test_a_rank_that_is_masked_off_while_it_reads_has_its_sums_or_an_error(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    mask_off_a_rank_that_reads(ranks, backend, device, WIDE)
+
+
+@on_each(named="cake", devices=(ONE_GPU,))  # elsewhere, no rank reads such rows at another one
+def test_a_rank_that_is_masked_off_while_it_quantises_what_it_reads_likewise(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    options = {"use_low_precision_combine": True}
+    mask_off_a_rank_that_reads(ranks, backend, device, WIDE_IN_LOW_PRECISION, **options)
 
 
 PARTED = (1, 2)  # rounds

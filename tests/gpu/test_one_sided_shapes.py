@@ -21,6 +21,8 @@ pytestmark = pytest.mark.multirank
 HIDDEN_SIZES = (1, 3, 7, 8, 40, 72, 2880)
 # What 512 bytes, and two, four and eight times that, leave over, and what they do not.
 HIDDEN_SIZES_OF_MANY = (7, 256, 1000, 1536, 2880, 7168)
+# Short blocks, rows that are not of whole 16 bytes, and both.
+HIDDEN_SIZES_OF_BLOCKS = (1, 72, 127, 1001, 1160, 2048)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOP_KS = (1, 8, 9, 32)
 FEW_TOKENS = 9
@@ -42,15 +44,22 @@ def play_shapes(
     hidden_sizes: tuple[int, ...],
     most_tokens: int,
     share_a_gpu: bool,
+    low_precision: bool = False,
 ) -> int:
     """Body: play every shape with other numbers of tokens; return how many rounds that were."""
     rank, size, device = context.rank, context.size, torch.device(context.device)
     all_shapes = list(shapes(hidden_sizes, most_tokens))
-    geometry_of = named(backend).geometry_of
-    # Combine pushes what it would pull on one GPU; both work there.
+    tested = named(backend)
+    # Combine pushes what it would pull on one GPU; both work there. Every type and number of picks
+    # comes with both: there are three of those, and four of these.
+    one_gpu = [
+        share_a_gpu and (shape + shape // len(TOP_KS)) % 2 == 0 for shape in range(len(all_shapes))
+    ]
     geometries = [
-        geometry_of(params, size, device, spans_gpus=not share_a_gpu or shape % 2 == 1)
-        for shape, params in enumerate(all_shapes)
+        tested.geometry_of(
+            params, size, device, spans_gpus=not together, low_precision=low_precision
+        )
+        for params, together in zip(all_shapes, one_gpu, strict=True)
     ]
     played = 0
     segment_bytes = max(one.segment_bytes for one in geometries)
@@ -58,15 +67,23 @@ def play_shapes(
         for shape, (params, geometry) in enumerate(zip(all_shapes, geometries, strict=True)):
             workspace.start(geometry)
             verdict = Verdict(params, size, rank, ROUNDS, device)
+            in_place = tested.takes_rows_in_place(
+                params.token_dtype, one_gpu=one_gpu[shape], low_precision=low_precision
+            )
             for index in range(ROUNDS):
                 most = most_tokens - (shape + 2 * index) % FEW_TOKENS
                 counts = [(most - source * index) % (most + 1) for source in range(size)]
                 sent = [tokens_of(params, played, r, n, device) for r, n in enumerate(counts)]
                 received, combined, _ = workspace.play(
-                    params, sent[rank], most, zero_copy=index % 2 == 1
+                    params,
+                    sent[rank],
+                    most,
+                    zero_copy=in_place and index % 2 == 1,
+                    low_precision=low_precision,
                 )
                 verdict.judge_dispatch(index, received, sent)
-                verdict.judge_sums(index, combined, expected_sums(params, size, sent[rank]))
+                wanted = expected_sums(params, size, sent[rank], low_precision=low_precision)
+                verdict.judge_sums(index, combined, wanted)
                 played += 1
             workspace.settle()
             try:
@@ -111,3 +128,23 @@ def test_many_tokens_of_any_shape_are_exact(
         seconds=200,
     )
     assert played == [len(HIDDEN_SIZES_OF_MANY) * len(DTYPES) * len(TOP_KS) * ROUNDS] * size
+
+
+@on_each(having="low_precision", devices=(ONE_GPU, SPREAD))
+@pytest.mark.parametrize("most_tokens", [FEW_TOKENS, MANY_TOKENS])
+@pytest.mark.parametrize("size", [2, 8])
+def test_steps_in_low_precision_of_any_shape_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, most_tokens: int
+) -> None:
+    played = ranks(
+        size,
+        play_shapes,
+        device=device,
+        backend=backend.name,
+        hidden_sizes=HIDDEN_SIZES_OF_BLOCKS,
+        most_tokens=most_tokens,
+        share_a_gpu=device == ONE_GPU,
+        low_precision=True,
+        seconds=200,
+    )
+    assert played == [len(HIDDEN_SIZES_OF_BLOCKS) * len(DTYPES) * len(TOP_KS) * ROUNDS] * size

@@ -23,6 +23,7 @@ from tests.backends import (
 from tests.bits import assert_same_bits
 from tests.conftest import RunOnRanks
 from tests.gpu_cases import GPUS, few_on_gpus
+from tests.ranks.devices import ONE_GPU
 from tests.rounds import Played, Round, check_all, play, random_round
 
 pytestmark = pytest.mark.multirank
@@ -121,7 +122,9 @@ def play_any_geometry(
         geometries(max_size=ranks.max_size_on(device), statistics=backend.statistics)
     )
     low_precision = backend.low_precision and data.draw(st.booleans())
-    zero_copy = backend.zero_copy and not low_precision
+    zero_copy = backend.takes_rows_in_place(
+        params.token_dtype, one_gpu=device == ONE_GPU, low_precision=low_precision
+    )
     statistics = {"eplb_stats_num_experts": 1} if backend.statistics else {}
     precision = {"use_low_precision_combine": True} if low_precision else {}
     how: dict[str, Any] = {
@@ -164,6 +167,17 @@ def test_large_steps_in_low_precision_are_exact(
     play_large_steps(ranks, backend, device, size, hidden_size, most, low_precision=True)
 
 
+@on_each(named="cake", devices=(ONE_GPU,))
+@pytest.mark.parametrize(
+    ("size", "hidden_size", "most"), [(2, 7168, 1024), (4, 2880, 512), (2, 17001, 256)]
+)
+def test_large_steps_in_low_precision_with_experts_in_place_are_exact(
+    ranks: RunOnRanks, backend: Backend, device: str, size: int, hidden_size: int, most: int
+) -> None:
+    how: dict[str, Any] = {"low_precision": True, "combine_input": "buffer"}
+    play_large_steps(ranks, backend, device, size, hidden_size, most, **how)
+
+
 def play_large_steps(
     ranks: RunOnRanks,
     backend: Backend,
@@ -173,6 +187,7 @@ def play_large_steps(
     most: int,
     *,
     low_precision: bool = False,
+    combine_input: str = "tensor",
 ) -> None:
     params = MoEEpCommParams(32, 8, most, hidden_size)
     rounds = [
@@ -189,6 +204,7 @@ def play_large_steps(
         params=params,
         rounds=rounds,
         options={"use_low_precision_combine": True} if low_precision else {},
+        combine_input=combine_input,
     )
     check_all(params, rounds, played, low_precision=low_precision)
 

@@ -18,13 +18,19 @@ from tests.conftest import RunOnRanks
 from tests.gpu_cases import few_on_gpus
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
+from tests.ranks.devices import ONE_GPU
 from tests.rounds import Round, check_all, copy_of, create, play, random_round
 
 pytestmark = pytest.mark.multirank
 LOW = {"use_low_precision_combine": True}
 everywhere = on_each(having="low_precision")
 # Whole blocks and vectors; rows that do not start on 16 bytes; a short last block.
-ROWS = [(torch.bfloat16, 1024), (torch.float16, 1001), (torch.float32, 200)]
+ROWS = [
+    (torch.bfloat16, 1024),
+    (torch.bfloat16, 1001),
+    (torch.float16, 1001),
+    (torch.float32, 200),
+]
 
 
 @everywhere
@@ -44,17 +50,21 @@ def test_combine_sums_the_quantised_rows(
         random_round(params, [most - rank % 2 for rank in range(size)], most, tokens_per_rank=most)
         for most in (1, 5, 170, 4)
     ]
-    played = ranks(
-        size,
-        play,
-        device=device,
-        backend=backend.name,
-        params=params,
-        rounds=rounds,
-        options=LOW,
-        give_output=True,
-    )
-    check_all(params, rounds, played, low_precision=True)
+    one_gpu = device == ONE_GPU
+    in_place = backend.takes_rows_in_place(dtype, one_gpu=one_gpu, low_precision=True)
+    for combine_input in ("tensor", *(["buffer"] if in_place else [])):
+        played = ranks(
+            size,
+            play,
+            device=device,
+            backend=backend.name,
+            params=params,
+            rounds=rounds,
+            options=LOW,
+            give_output=True,
+            combine_input=combine_input,
+        )
+        check_all(params, rounds, played, low_precision=True)
 
 
 def quantised_sums(
@@ -165,14 +175,54 @@ def sizes_and_buffer(context: RankContext, backend: str) -> tuple[int, int, bool
 
 
 @everywhere
-def test_the_workspace_is_what_was_estimated_and_has_no_buffer_for_experts(
+def test_the_workspace_is_what_was_estimated_and_takes_rows_where_they_are_pulled(
     ranks: RunOnRanks, backend: Backend, device: str
 ) -> None:
     for held, estimated, has_buffer in ranks(
         2, sizes_and_buffer, device=device, backend=backend.name
     ):
         assert held == estimated
-        assert not has_buffer
+        assert has_buffer == backend.takes_rows_in_place(
+            PARAMS.token_dtype, one_gpu=device == ONE_GPU, low_precision=True
+        )
+
+
+def quantise_sums_of_the_buffer(
+    context: RankContext, backend: str, one: Round
+) -> tuple[Problem | None, Tensor]:
+    """Body: what sums that are quantised raise of rows in place; then the round's sums."""
+    rank = context.rank
+    with create(context, PARAMS, backend, **LOW) as communication:
+        assert isinstance(communication, OneSidedAlltoAll)
+        where = (communication._workspace, communication._layout, rank)
+        kernels = named(backend).kernels
+        ids, rows = (
+            given[rank].to(communication.device) for given in (one.topk_ids, one.hidden_states)
+        )
+        communication.dispatch(rows, ids)
+        buffer = kernels.combine_input_buffer(*where, PARAMS.max_tokens_per_rank, 8, rows.dtype)
+        problem = problem_of(
+            kernels.combine,
+            *where,
+            buffer,
+            len(ids),
+            output_dtype=QuantFormat.MXFP8,
+            **LOW,
+        )
+        ones = torch.ones(len(buffer), PARAMS.hidden_size, dtype=rows.dtype)
+        return problem, communication.combine(ones.to(communication.device)).cpu()
+
+
+@everywhere
+def test_rows_of_sums_that_are_quantised_are_none_of_the_buffer(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    one = random_round(PARAMS, (2, 2), seed=1, tokens_per_rank=PARAMS.max_tokens_per_rank)
+    results = ranks(2, quantise_sums_of_the_buffer, device=device, backend=backend.name, one=one)
+    for (problem, combined), ids in zip(results, one.topk_ids, strict=True):
+        expect(problem, MoEEpConfigError, ["quantised on their way"])
+        owners = torch.stack([(ids // 2 == rank).any(dim=1) for rank in range(2)])
+        assert (combined == owners.sum(dim=0)[:, None]).all()
 
 
 def create_unlike_the_others(context: RankContext, backend: str) -> Problem | None:

@@ -145,6 +145,34 @@ __device__ void begin_combine(const CombineKernelParams& p, const StagePlan& pla
   }
 }
 
+// Whether the experts did not write their rows in place: known when the kernel is compiled, if it
+// is one for either.
+template <PulledRows kRows>
+__device__ bool are_staged(const CombineKernelParams& p) {
+  if constexpr (kRows == PulledRows::kEither) {
+    return p.expert_output != nullptr;
+  } else {
+    return kRows == PulledRows::kStaged;
+  }
+}
+
+// A function of its own, so that what follows has the registers that it would have without it.
+__device__ __noinline__ inline void begin_combine_by_staging(const CombineKernelParams& p,
+                                                             const StagePlan& plan) {
+  begin_combine<true>(p, plan);
+}
+
+template <PulledRows kRows>
+__device__ void begin_combine(const CombineKernelParams& p, const StagePlan& plan) {
+  if constexpr (kRows == PulledRows::kStaged) {
+    begin_combine<true>(p, plan);
+  } else if (are_staged<kRows>(p)) {
+    begin_combine_by_staging(p, plan);
+  } else {
+    begin_combine<false>(p, plan);
+  }
+}
+
 // For the next dispatch, whom it loses. Words that no rank is in stay zero.
 __device__ inline void keep_mask(const CombineRound& round, DeviceState* state, int32_t ep_size) {
   state->last_active.words[0] = round.first_active();
@@ -190,9 +218,9 @@ __device__ inline bool exchange_flags(const CombineKernelParams& p, FlagsAreSet 
 }
 
 // Behind begin_combine.
-template <bool kStaged>
+template <PulledRows kRows>
 __device__ bool exchange_flags(const CombineKernelParams& p) {
-  return exchange_flags(p, kStaged ? FlagsAreSet::kLater : FlagsAreSet::kBehindFence);
+  return exchange_flags(p, are_staged<kRows>(p) ? FlagsAreSet::kLater : FlagsAreSet::kBehindFence);
 }
 
 // By all threads of a CTA; `ready` is what exchange_flags has said, and true for the other warps.

@@ -1,6 +1,7 @@
 // A token's record in a usual step (see PacketInputs::kUsual), as record.cuh and record_access.cuh
-// have it for any step, in fewer words and instructions: one payload, ids and weights, all of whole
-// chunks, and of a thread's chunks only the last can be of another part than the payload.
+// have it for any step, in fewer words and instructions: one payload or two, ids and weights, all
+// of whole chunks, and of a thread's chunks only the last can be of another part than the first
+// payload.
 #pragma once
 
 #include <cstdint>
@@ -25,20 +26,22 @@ struct UsualParts {
   };
 
   Part payload;
+  Part scales;  // a second payload; not looked at if there is none
   Part ids;
   Part weights;
-  int32_t ids_begin;  // chunks
+  int32_t scales_begin;  // chunks; ids_begin if there are none
+  int32_t ids_begin;
   int32_t weights_begin;
   int32_t end;
 
   static bool can_stand_for(const RecordParts& record, const RecordShape& shape) {
-    if (!record.are_whole || record.num_parts != 3) return false;
-    if (record.ids_end == record.end) return false;  // rows, scales, ids: no weights
+    if (!record.are_whole || (record.num_parts != 3 && record.num_parts != 4)) return false;
+    if (record.ids_end == record.end) return false;  // no weights
     for (int32_t i = 0; i < record.num_parts; ++i) {
       const RecordPart& part = record.parts[i];
       if (part.inputs.stride > INT32_MAX || part.outputs.stride > INT32_MAX) return false;
     }
-    return shape.chunk(0, kLast) <= record.ids_begin;
+    return shape.chunk(0, kLast) <= record.parts[1].begin;
   }
   // If they can.
   static UsualParts of(const RecordParts& record) {
@@ -48,7 +51,15 @@ struct UsualParts {
                   static_cast<uint32_t>(part.inputs.stride),
                   static_cast<uint32_t>(part.outputs.stride)};
     };
-    return {part(0), part(1), part(2), record.parts[1].begin, record.parts[2].begin, record.end};
+    const int32_t ids = record.num_parts - 2;
+    return {part(0),
+            part(1),
+            part(ids),
+            part(ids + 1),
+            record.parts[1].begin,
+            record.parts[ids].begin,
+            record.parts[ids + 1].begin,
+            record.end};
   }
 };
 
@@ -67,10 +78,11 @@ __device__ ChunkPlaces places_of(const UsualParts& parts, const RecordShape& sha
 #pragma unroll
   for (int k = 0; k < kChunksPerThread; ++k) places.addresses[k] = payload + offset(k);
   const int32_t last = shape.chunk(q, UsualParts::kLast);
-  if (last >= parts.ids_begin) {
-    places.addresses[UsualParts::kLast] =
-        (last >= parts.weights_begin ? start(parts.weights) : start(parts.ids)) +
-        offset(UsualParts::kLast);
+  if (last >= parts.scales_begin) {
+    uint64_t other = start(parts.scales);
+    if (last >= parts.ids_begin) other = start(parts.ids);
+    if (last >= parts.weights_begin) other = start(parts.weights);
+    places.addresses[UsualParts::kLast] = other + offset(UsualParts::kLast);
   }
   return places;
 }
