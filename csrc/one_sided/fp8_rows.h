@@ -17,7 +17,7 @@ inline constexpr RowType kQuantizedByReader = RowType::kBFloat16;
 
 // Whether they are, where the backend can. That moves more bytes, but over no link where all ranks
 // share a GPU, and no row is stored and loaded once more on its way: rounds of 1 to 4096 tokens
-// with two and four ranks on one H200 took 0.50 to 0.75 of the time. All ranks must find the same:
+// with two and four ranks on one H200 took 0.54 to 0.80 of the time. All ranks must find the same:
 // so it follows from what they share.
 constexpr bool reader_quantizes(const Geometry& g, int64_t hidden_size, RowType type) {
   return g.spans_gpus == 0 && type == kQuantizedByReader &&
