@@ -89,8 +89,9 @@ class LifeCycle(abc.ABC):
 
         Ranks that it leaves out must stay outside active_rank_mask until a later call has them in.
         They must be dead, or outside of dispatch and combine for good: one that is still in a round
-        may write into the memory of the others, or sum rows that they have written anew. A process that has taken the place of a dead one
-        has no part in this memory: create the communication anew on all ranks.
+        may write into the memory of the others, or sum rows that they have written anew. A process
+        that has taken the place of a dead one has no part in this memory: create the communication
+        anew on all ranks.
 
         Raises on all ranks together, with nothing changed: MoEEpConfigError where ranks are missing
         or there twice, MoEEpStateError while the memory is released, where a checkpoint has lost
