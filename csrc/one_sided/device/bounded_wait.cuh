@@ -56,9 +56,8 @@ __device__ inline void tell_more(const DeviceWorkspace& workspace, Missed why, i
   tell_mask(workspace, peer);
 }
 
-// Not in line: a wait that is short does not have it between its instructions.
-__device__ __noinline__ inline Missed obstacle_of(const DeviceWorkspace& workspace, int32_t peer,
-                                                  uint32_t epoch) {
+__device__ inline Missed obstacle_of(const DeviceWorkspace& workspace, int32_t peer,
+                                     uint32_t epoch) {
   if (has_other_mask(workspace, peer, epoch)) return Missed::kMasksDiffer;
   const uint32_t* const has_left = &DeviceSegment(workspace, peer).control()->has_left;
   return poll(has_left) != 0 ? Missed::kDestroyed : Missed::kDeadline;

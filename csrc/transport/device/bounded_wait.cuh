@@ -45,6 +45,41 @@ __device__ void record_missed(const Workspace& workspace, Missed why, Phase phas
 // From then on a wait looks at the peer's memory, too: far beyond a round, far below a time-out.
 inline constexpr uint64_t kLongWaitNs = 10'000'000;
 
+inline constexpr int32_t kNobody = -1;
+inline constexpr int32_t kGivenUp = -2;
+
+// What a wait that has lasted `waited` ns does now and then, and not in line: of a short one it
+// would be dead weight between its instructions, a sixth of the packet dispatch of a usual step.
+// doubted: the peer that will not answer if it has not by this look; kNobody. Returns the same for
+// the next look, or kGivenUp: why is recorded.
+template <typename Workspace>
+__device__ __noinline__ int32_t look_up_from_wait(const Workspace& workspace, Phase phase,
+                                                  int32_t peer, uint32_t expected, uint32_t seen,
+                                                  uint64_t waited, int32_t doubted) {
+  if (has_failed(workspace)) return kGivenUp;
+  Missed why = Missed::kDeadline;
+  if (waited <= workspace.timeout_ns) {
+    if (waited <= kLongWaitNs) return kNobody;
+    why = obstacle_of(workspace, peer, expected);
+    if (why == Missed::kDeadline) return kNobody;
+    // It may have answered before it left: the polls until the next look tell.
+    if (doubted != peer) return peer;
+  }
+  record_missed(workspace, why, phase, peer, expected, seen);
+  return kGivenUp;
+}
+
+// The same without a look at the peer. True: give up.
+template <typename Workspace>
+__device__ __noinline__ bool look_at_clock_from_wait(const Workspace& workspace, Phase phase,
+                                                     int32_t peer, uint32_t expected, uint32_t seen,
+                                                     uint64_t waited) {
+  if (has_failed(workspace)) return true;
+  if (waited <= workspace.timeout_ns) return false;
+  record_missed(workspace, Missed::kDeadline, phase, peer, expected, seen);
+  return true;
+}
+
 // The patience of one wait loop. The clock is read at every 64th poll (measured: 0 to 0.1 us a
 // round); once a wait of this rank has expired, the others give up at their next look, so that a
 // broken round ends soon.
@@ -54,8 +89,9 @@ class Patience {
   template <typename Workspace>
   __device__ bool exhausted(const Workspace& workspace, Phase phase, int32_t peer,
                             uint32_t expected, uint32_t seen) {
-    return counts_to_look() && (has_run_out(workspace, phase, peer, expected, seen) ||
-                                has_lost_peer(workspace, phase, peer, expected, seen));
+    if (!counts_to_look()) return false;
+    doubted_ = look_up_from_wait(workspace, phase, peer, expected, seen, waited(), doubted_);
+    return doubted_ == kGivenUp;
   }
   // The same in two steps, where it costs something to know the peer, and does not look at it:
   // beside another wait that does, or where registers are dear.
@@ -63,30 +99,18 @@ class Patience {
   template <typename Workspace>
   __device__ bool has_run_out(const Workspace& workspace, Phase phase, int32_t peer,
                               uint32_t expected, uint32_t seen) {
-    const uint64_t now = now_ns();
-    if (started_ == 0) started_ = now;
-    if (has_failed(workspace)) return true;
-    if (now - started_ <= workspace.timeout_ns) return false;
-    record_missed(workspace, Missed::kDeadline, phase, peer, expected, seen);
-    return true;
+    return look_at_clock_from_wait(workspace, phase, peer, expected, seen, waited());
   }
 
  private:
-  template <typename Workspace>
-  __device__ bool has_lost_peer(const Workspace& workspace, Phase phase, int32_t peer,
-                                uint32_t expected, uint32_t seen) {
-    if (now_ns() - started_ <= kLongWaitNs) return false;
-    const Missed why = obstacle_of(workspace, peer, expected);
-    // The peer may have answered before it left: the polls until the next look tell.
-    const bool again = doubted_ == peer;
-    doubted_ = why == Missed::kDeadline ? -1 : peer;
-    if (!again || why == Missed::kDeadline) return false;
-    record_missed(workspace, why, phase, peer, expected, seen);
-    return true;
+  __device__ uint64_t waited() {
+    const uint64_t now = now_ns();
+    if (started_ == 0) started_ = now;
+    return now - started_;
   }
 
   uint32_t polls_ = 0;
-  int32_t doubted_ = -1;  // the peer that will not answer, if it has not by the next look
+  int32_t doubted_ = kNobody;
   uint64_t started_ = 0;
 };
 
