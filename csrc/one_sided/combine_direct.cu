@@ -42,7 +42,7 @@ cudaError_t launch_combine_direct(const CombineKernelParams& p, const CudaContex
   const DirectCombine params{p, StagePlan::of(p, kStageItemShift), pieces_per_row,
                              FastDivider(std::max(static_cast<int32_t>(pieces_per_row), 1))};
   if (p.reader_quantizes) {
-    return launch_direct<kQuantizedByReader, PulledRows::kEither, true>(params, context);
+    return launch_direct<kQuantizedByReader, PulledRows::kInPlace, true>(params, context);
   }
   switch (p.row_type) {
     case RowType::kFloat32:
