@@ -129,8 +129,9 @@ def rank_processes(pytestconfig: pytest.Config) -> Iterator[RankPool | LaunchedR
 
 
 @pytest.fixture(autouse=True)
-def _spare_the_collector() -> None:
-    spare_the_collector()
+def _spare_the_collector(request: pytest.FixtureRequest) -> None:
+    if request.session.testsfailed == 0:  # what a failed test leaves must be collected
+        spare_the_collector()
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ class CakeAlltoAll(OneSidedAlltoAll):
     call, and a failure that breaks one breaks all. Rounds on different streams must be ordered as
     those of one object.
 
-    What dispatch returns are views of the workspace in eager code and copies in compiled graphs,
-    where a view that outlives its round could not be told from one that does not.
+    What dispatch returns are views of the workspace in eager code. In compiled graphs they are
+    copies, or views where all that is made of them goes into the combine of the round.
     """
 
     config_type = CakeAlltoAllConfig

@@ -19,7 +19,7 @@
 namespace moe_ep {
 
 MOE_EP_HOST_DEVICE constexpr Geometry geometry() {
-  return {8, 256, 8, 4096, 14336, 14336, 256, 8, 1, 0, 8};
+  return {8, 256, 8, 4096, 14336, 14336, 256, 8, 1, 0, 8, 1};
 }
 static_assert(WorkspaceLayout::of(geometry()).segment_bytes % kRegionAlignment == 0);
 static_assert(WorkspaceLayout::of(geometry()).combine_rows.offset -

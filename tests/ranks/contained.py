@@ -106,6 +106,7 @@ def start(size: int, restrictions: list[str]) -> int:
         # Forked: to import torch takes longer than all rounds. And before the store has threads.
         ranks.append(os.fork())
         if ranks[-1] == 0:
+            os.close(tell_port)  # it ends with its parent
             os.environ.update(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
@@ -117,6 +118,7 @@ def start(size: int, restrictions: list[str]) -> int:
             )
             be_a_rank(restrictions)
             return 0
+    os.close(port_of_store)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(tell_port, f"{store.port:{_PORT_BYTES}}".encode() * size)
     ended = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
