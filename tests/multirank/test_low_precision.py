@@ -19,7 +19,16 @@ from tests.gpu_cases import few_on_gpus
 from tests.problems import Problem, expect, problem_of
 from tests.ranks import RankContext
 from tests.ranks.devices import ONE_GPU
-from tests.rounds import Round, check_all, copy_of, create, play, random_round
+from tests.rounds import (
+    Played,
+    Round,
+    check_all,
+    copy_of,
+    create,
+    play,
+    play_round,
+    random_round,
+)
 
 pytestmark = pytest.mark.multirank
 LOW = {"use_low_precision_combine": True}
@@ -65,6 +74,34 @@ def test_combine_sums_the_quantised_rows(
             combine_input=combine_input,
         )
         check_all(params, rounds, played, low_precision=True)
+
+
+def take_turns(
+    context: RankContext, backend: str, params: MoEEpCommParams, rounds: list[Round]
+) -> list[Played]:
+    """Body: rounds of a layer in full and of one in low precision, in turn."""
+    with (
+        create(context, params, backend) as full,
+        create(context, params, backend, **LOW) as low,
+    ):
+        layers = (full, low)
+        return [play_round(layers[index % 2], one) for index, one in enumerate(rounds)]
+
+
+@everywhere
+def test_layers_in_full_and_in_low_precision_take_turns(
+    ranks: RunOnRanks, backend: Backend, device: str
+) -> None:
+    params = MoEEpCommParams(24, 8, 170, 1001, torch.bfloat16)
+    counts = [(1, 1), (1, 1), (170, 3), (2, 170), (4, 0), (0, 4), (5, 5), (170, 169)]
+    rounds = [
+        random_round(params, of_ranks, seed, tokens_per_rank=max(of_ranks))
+        for seed, of_ranks in enumerate(counts)
+    ]
+    played = ranks(2, take_turns, device=device, backend=backend.name, params=params, rounds=rounds)
+    for index, low_precision in enumerate((False, True)):
+        mine = [of_rank[index::2] for of_rank in played]
+        check_all(params, rounds[index::2], mine, low_precision=low_precision)
 
 
 def quantised_sums(
