@@ -8,8 +8,8 @@
 
 namespace moe_ep {
 
-// Why a wait on a peer was given up. On CUDA a kernel finds out the first, kMasksDiffer, kDestroyed
-// and kWentOn.
+// Why a wait on a peer was given up. On CUDA a kernel finds out the first, kMasksDiffer, kDestroyed,
+// kPeerGaveUp and kWentOn.
 enum class Missed : uint32_t {
   kDeadline = 0,
   kProcessEnded,  // the peer's

@@ -89,8 +89,13 @@ void raise_timeout(const TimeoutRecord& record, int32_t ep_rank) {
       found << ", whose communication was destroyed.";
       break;
     case Missed::kPeerGaveUp:
-      found << ", which has given up itself because of rank " << record.first_missed << ", "
-            << words_for(record.first_why) << ".";
+      found << ", which has given up itself";
+      if (record.first_missed == record.peer) {  // a kernel cannot see more
+        found << ": its own error says why.";
+      } else {
+        found << " because of rank " << record.first_missed << ", " << words_for(record.first_why)
+              << ".";
+      }
       break;
     default:
       found << ". Rank " << record.peer << " may be dead, slow, or in another number of rounds.";

@@ -65,10 +65,11 @@ class Announcements {
 
   // Counts a look that did not bring what was waited for from `source`. True: give up.
   __device__ bool expired(Patience& patience, int32_t source, uint4 header) {
-    // The header may be there and the rows not: then these are still of the round before.
-    const uint32_t of_source = __shfl_sync(kAllLanes, header.w, source % kWarpSize);
-    const uint32_t seen = knows(source) ? round_.epoch - 1 : of_source;
-    const bool now = patience.exhausted(p_.workspace, Phase::kDispatch, source, round_.epoch, seen);
+    // Each lane looks at its own source: one that has left is not hidden behind a slow one. If the
+    // header is there and the rows are not, these are still of the round before.
+    const int32_t peer = is_missing() ? this_source() : source;
+    const uint32_t seen = is_missing() ? header.w : round_.epoch - 1;
+    const bool now = patience.exhausted(p_.workspace, Phase::kDispatch, peer, round_.epoch, seen);
     if (!__any_sync(kAllLanes, now)) return false;
     abandon();
     return true;

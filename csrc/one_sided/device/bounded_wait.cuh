@@ -60,7 +60,9 @@ __device__ inline Missed obstacle_of(const DeviceWorkspace& workspace, int32_t p
                                      uint32_t epoch) {
   if (has_other_mask(workspace, peer, epoch)) return Missed::kMasksDiffer;
   const uint32_t* const has_left = &DeviceSegment(workspace, peer).control()->has_left;
-  return poll(has_left) != 0 ? Missed::kDestroyed : Missed::kDeadline;
+  if (poll(has_left) != 0) return Missed::kDestroyed;
+  const uint32_t* const failed = &DeviceSegment(workspace, peer).state()->failed;
+  return poll(failed) != 0 ? Missed::kPeerGaveUp : Missed::kDeadline;
 }
 
 }  // namespace moe_ep::one_sided
