@@ -87,12 +87,11 @@ milliseconds time_left(const Patience& patience) {
   return std::clamp(left, milliseconds(0), milliseconds(std::chrono::hours(1)));
 }
 
-// False when the deadline passes.
-bool becomes_readable(const FileDescriptor& socket, const Patience& patience) {
+// Marks those that something has come for. False when the deadline passes.
+bool become_readable(std::vector<pollfd>& sockets, const Patience& patience) {
   for (;;) {
-    pollfd entry{socket.get(), POLLIN, 0};
     const auto left = time_left(patience);
-    const int ready = poll(&entry, 1, static_cast<int>(left.count()));
+    const int ready = poll(sockets.data(), sockets.size(), static_cast<int>(left.count()));
     if (ready > 0) return true;
     if (ready < 0 && errno != EINTR) throw_system_error("cannot wait for a message of a peer");
     if (ready < 0) patience.on_signal();
@@ -211,33 +210,38 @@ std::optional<HandleMessage> FdChannel::receive_by(steady_clock::time_point then
                                                    const Patience& patience) {
   const Patience until_then{std::min(then, patience.deadline), patience.on_signal};
   for (;;) {
-    if (!becomes_readable(listener_, until_then)) return std::nullopt;
-    const int fd = accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) {
-      if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) continue;
-      throw_system_error("cannot accept the connection of a peer");
+    std::vector<pollfd> sockets{{listener_.get(), POLLIN, 0}};
+    for (const FileDescriptor& one : silent_) sockets.push_back({one.get(), POLLIN, 0});
+    if (!become_readable(sockets, until_then)) return std::nullopt;
+    const auto speaks = std::find_if(sockets.begin() + 1, sockets.end(),
+                                     [](const pollfd& one) { return one.revents != 0; });
+    if (speaks == sockets.end()) {
+      accept_connection();
+      continue;
     }
-    const FileDescriptor connection(fd);
-    if (!is_own_user(connection)) {
-      ++refused_;
-    } else if (auto message = read(connection, patience)) {
-      return message;
-    }
+    const auto place = silent_.begin() + (speaks - sockets.begin() - 1);
+    const FileDescriptor connection = std::move(*place);
+    silent_.erase(place);
+    if (auto message = read(connection)) return message;
+  }
+}
+
+void FdChannel::accept_connection() {
+  FileDescriptor connection(
+      accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!connection) {
+    if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
+    throw_system_error("cannot accept the connection of a peer");
+  }
+  if (is_own_user(connection)) {
+    silent_.push_back(std::move(connection));
+  } else {
+    ++refused_;
   }
 }
 
 // None if there is nothing in it for us.
-std::optional<HandleMessage> FdChannel::read(const FileDescriptor& connection,
-                                             const Patience& patience) {
-  // Peers send at once after connecting; a stranger that only connects must not use up our time.
-  Patience brief = patience;
-  brief.deadline = std::min(patience.deadline, steady_clock::now() + std::chrono::seconds(5));
-  if (!becomes_readable(connection, brief)) {
-    if (steady_clock::now() >= patience.deadline) throw_timed_out();
-    ++refused_;
-    return std::nullopt;
-  }
-
+std::optional<HandleMessage> FdChannel::read(const FileDescriptor& connection) {
   WireMessage message{};
   iovec data{&message, sizeof(message)};
   ControlBuffer control;

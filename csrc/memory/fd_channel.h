@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "memory/file_descriptor.h"
 #include "memory/shareable_handle.h"
@@ -43,6 +44,8 @@ class FdChannel {
   const std::string& name() const { return name_; }
   // What strangers sent: dropped, counted to explain a wait that ended without the message.
   int refused() const { return refused_; }
+  // Connections over which nothing has come yet.
+  size_t silent() const { return silent_.size(); }
 
   // Borrows the handle; null tells the receiver to give up.
   void send(const std::string& peer_name, uint32_t round, const ShareableHandle* handle,
@@ -59,12 +62,16 @@ class FdChannel {
  private:
   void deliver(const std::string& peer_name, uint32_t content, uint32_t round,
                const ShareableHandle* handle, const Patience& patience) const;
-  std::optional<HandleMessage> read(const FileDescriptor& connection, const Patience& patience);
+  void accept_connection();
+  std::optional<HandleMessage> read(const FileDescriptor& connection);
 
   int rank_;
   GroupNonce nonce_;
   std::string name_;
   FileDescriptor listener_;
+  // Whoever has connected and said nothing yet: a peer may be stopped there for any time, and a
+  // stranger that never speaks holds nobody up.
+  std::vector<FileDescriptor> silent_;
   int refused_ = 0;
 };
 

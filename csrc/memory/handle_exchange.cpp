@@ -62,7 +62,8 @@ class Exchange {
       } else if (steady_clock::now() >= patience_.deadline) {
         throw_system_error("no handle of " + name_of_rank(rank) + " arrived in time (" +
                                std::to_string(channel_.refused()) +
-                               " messages of strangers refused)",
+                               " messages of strangers refused, " +
+                               std::to_string(channel_.silent()) + " connections silent)",
                            ETIMEDOUT);
       } else {
         has_left = channel_.has_ended(names_[rank]);

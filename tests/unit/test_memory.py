@@ -340,6 +340,23 @@ def test_messages_of_strangers_are_dropped() -> None:
         del sender, handle
 
 
+def test_a_peer_may_stop_between_its_connection_and_its_message() -> None:
+    receiver, stopped, other = (_native.FdChannel(rank, NONCE) for rank in range(3))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as in_between:
+        in_between.bind("\0" + f"moe_ep-test-{os.getpid()}")
+        in_between.listen()
+        stopped.send(f"moe_ep-test-{os.getpid()}", 4, shared_page(), 5)
+        with in_between.accept()[0] as from_stopped:
+            message, descriptors, *_ = socket.recv_fds(from_stopped, 4096, 1)
+    with connection_to(receiver) as late:
+        other.send(receiver.name, 4, shared_page(), 5)
+        assert receiver.receive(5)[0] == 2  # nobody waits for one that is silent
+        socket.send_fds(late, [message], descriptors)
+    assert receiver.receive(5)[0] == 1
+    assert receiver.refused == 0
+    os.close(*descriptors)
+
+
 def test_message_without_room_for_its_descriptor_is_an_error() -> None:
     receiver, sender = _native.FdChannel(0, NONCE), _native.FdChannel(3, NONCE)
     sender.send(receiver.name, 0, shared_page(), 5)
