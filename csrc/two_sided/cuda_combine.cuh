@@ -47,9 +47,9 @@ class CombineWarp : public WarpMachine {
                            const Free& free) const {
     const PartOfSum part(p_, item, token);
     if (p_.expert_rows.is_whole) {
-      sum_part<kType, true>(part, rows, count, free);
+      sum_whole_part<kType>(part, rows, count, stage_.mine(), free);
     } else {
-      sum_part<kType, false>(part, rows, count, free);
+      sum_part<kType>(part, rows, count, free);
     }
   }
   __device__ void poison(const Item& item, int32_t token) const {

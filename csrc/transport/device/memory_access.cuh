@@ -62,6 +62,13 @@ __device__ inline void load_to_shared(void* shared, const void* from) {
                : "memory");
 }
 __device__ inline void wait_for_loads() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// What this thread began since the last call becomes one group, also if that is nothing.
+__device__ inline void end_group_of_loads() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// For all groups but the last kPending.
+template <int kPending>
+__device__ inline void wait_for_groups_of_loads() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Up to 3 bytes from an aligned address, the lowest ones of the result.
 __device__ inline uint32_t load_few_bytes(const void* from, uint32_t bytes) {

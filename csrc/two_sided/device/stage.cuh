@@ -73,6 +73,9 @@ class Stage {
  public:
   __device__ explicit Stage(uint4* shared) : mine_(shared + lane_id()) {}
 
+  // For other uses: this lane's chunks, kWarpSize apart.
+  __device__ uint4* mine() const { return mine_; }
+
   // Begins to bring the chunks from `begin` on here, as many as there is room for.
   template <typename Record>
   __device__ void load(const Parts<Record>& parts, int32_t begin = 0) const {
