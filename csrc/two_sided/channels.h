@@ -4,6 +4,10 @@
 // A record is a token's rows of all fields, each padded to whole 16-byte chunks. It has parts,
 // which fit a slot; a rank's tokens have blocks. An item is one part of the records of one block,
 // and item i goes through channel i % num_channels.
+//
+// The geometry says how much memory a pair of ranks has, in FIFOs. A stream may join several of
+// them to one channel with larger slots: every stream begins with all FIFOs empty, so the next one
+// may cut the same memory in another way.
 #pragma once
 
 #include <cstdint>
@@ -41,21 +45,33 @@ struct StreamPlan {
   int32_t part_chunks;  // of all parts but the last
   int32_t num_parts;
   int32_t num_blocks;
+  int32_t num_bounds;  // where blocks may begin, see token_at_bound
   int32_t num_channels;
+  int32_t num_slots;  // of a channel
+  int64_t slot_pitch;
   int32_t records_per_slot;
 
-  // slot_bytes are at least one chunk; record_chunks is at least 1.
-  MOE_EP_HOST_DEVICE static constexpr StreamPlan of(const Geometry& g, int32_t record_chunks,
+  // slot_bytes are at least one chunk; record_chunks is at least 1. joined: FIFOs of a channel.
+  MOE_EP_HOST_DEVICE static constexpr StreamPlan of(const Geometry& g, int32_t joined,
+                                                    int32_t record_chunks,
+                                                    int32_t tokens_per_rank) {
+    if (joined > g.num_channels) joined = 1;
+    return of(g.num_channels, g.num_channels / joined, g.num_slots, joined * g.slot_bytes,
+              joined * g.slot_pitch(), record_chunks, tokens_per_rank);
+  }
+
+  MOE_EP_HOST_DEVICE static constexpr StreamPlan of(int32_t num_bounds, int32_t num_channels,
+                                                    int32_t num_slots, int64_t slot_bytes,
+                                                    int64_t slot_pitch, int32_t record_chunks,
                                                     int32_t tokens_per_rank) {
     // A part is at least this long if it need not be shorter: what one load of a warp brings.
     constexpr int32_t kShortPart = 32;
     constexpr int32_t kLine = 8;  // chunks of a cache line
-    const auto slot_chunks =
-        static_cast<int32_t>(g.slot_bytes / static_cast<int64_t>(kRowAlignment));
+    const auto slot_chunks = static_cast<int32_t>(slot_bytes / static_cast<int64_t>(kRowAlignment));
     const int32_t fewest = divided(record_chunks, slot_chunks);
     // With fewer tokens than channels several channels share each record.
     const int32_t channels_per_token =
-        tokens_per_rank > 0 ? g.num_channels / tokens_per_rank : g.num_channels;
+        tokens_per_rank > 0 ? num_channels / tokens_per_rank : num_channels;
     const int32_t most = divided(record_chunks, kShortPart);
     const int32_t wanted = channels_per_token < most ? channels_per_token : most;
     int32_t part = divided(record_chunks, wanted > fewest ? wanted : fewest);
@@ -66,8 +82,11 @@ struct StreamPlan {
     plan.record_chunks = record_chunks;
     plan.part_chunks = part;
     plan.num_parts = divided(record_chunks, part);
-    plan.num_blocks = plan.num_parts < g.num_channels ? g.num_channels / plan.num_parts : 1;
-    plan.num_channels = g.num_channels;
+    plan.num_blocks = plan.num_parts < num_channels ? num_channels / plan.num_parts : 1;
+    plan.num_bounds = num_bounds;
+    plan.num_channels = num_channels;
+    plan.num_slots = num_slots;
+    plan.slot_pitch = slot_pitch;
     plan.records_per_slot = slot_chunks / part;
     return plan;
   }
@@ -81,7 +100,7 @@ struct StreamPlan {
     const int32_t block = index / num_parts;
     const int32_t begin = (index - block * num_parts) * part_chunks;
     const int32_t left = record_chunks - begin;
-    return {block * num_channels / num_blocks, (block + 1) * num_channels / num_blocks, begin,
+    return {block * num_bounds / num_blocks, (block + 1) * num_bounds / num_blocks, begin,
             left < part_chunks ? left : part_chunks};
   }
 
@@ -111,6 +130,11 @@ struct CtaShape {
   }
   // And to add a token's rows as long as to send the experts' rows for one.
   MOE_EP_HOST_DEVICE static constexpr CtaShape of_combine() { return {1, 4}; }
+
+  // FIFOs that alltoallv joins to a channel: its CTAs take so many times fewer channels.
+  MOE_EP_HOST_DEVICE static constexpr int32_t joined_in_alltoallv(int32_t ep_size) {
+    return of_combine().channels / of_alltoallv(ep_size).channels;
+  }
 
   MOE_EP_HOST_DEVICE constexpr int32_t warps_per_channel() const { return 1 + peer_warps; }
   MOE_EP_HOST_DEVICE constexpr bool is_full() const {

@@ -33,7 +33,7 @@ cudaError_t launch_alltoallv(const AlltoallvParams& p, const CudaContext& contex
   if (chunks == 0) return cudaErrorInvalidValue;
   const Geometry& g = p.workspace.geometry;
   k.workspace = device_workspace(p.workspace, p.timeout_sec, context);
-  k.plan = StreamPlan::of(g, chunks, p.tokens_per_rank);
+  k.plan = StreamPlan::of(g, CtaShape::joined_in_alltoallv(g.ep_size), chunks, p.tokens_per_rank);
   k.shape = CtaShape::of_alltoallv(g.ep_size);
   k.num_tokens = p.num_tokens;
   k.tokens_per_rank = p.tokens_per_rank;

@@ -23,7 +23,7 @@ cudaError_t launch_combine(const CombineParams& p, const CudaContext& context) {
   if (chunks_of(row_bytes) >= std::numeric_limits<int32_t>::max() / 2) return cudaErrorInvalidValue;
   CombineKernelParams k{};
   k.workspace = device_workspace(p.workspace, p.timeout_sec, context);
-  k.plan = StreamPlan::of(g, static_cast<int32_t>(chunks_of(row_bytes)), p.tokens_per_rank);
+  k.plan = StreamPlan::of(g, 1, static_cast<int32_t>(chunks_of(row_bytes)), p.tokens_per_rank);
   k.shape = CtaShape::of_combine();
   k.num_tokens = p.num_tokens;
   k.tokens_per_rank = p.tokens_per_rank;

@@ -29,6 +29,11 @@ struct Geometry {
   MOE_EP_HOST_DEVICE constexpr int32_t max_destinations() const {
     return ep_size < top_k ? ep_size : top_k;
   }
+  // From one slot to the next: each begins on a cache line.
+  MOE_EP_HOST_DEVICE constexpr int64_t slot_pitch() const {
+    constexpr auto kLine = static_cast<int64_t>(kRegionAlignment);
+    return (slot_bytes + kLine - 1) / kLine * kLine;
+  }
   // Tells workspaces of different layout apart, also from those of other transports: the numbers of
   // experts, picks and tokens are a layer's alone.
   MOE_EP_HOST_DEVICE constexpr uint64_t fingerprint() const {

@@ -86,7 +86,7 @@ struct FifoLayout {
     w.list_begins = builder.take(ranks * sizeof(int32_t));
     w.sent = builder.take(ranks * channels * sizeof(uint32_t));
     w.taken = builder.take(ranks * channels * sizeof(uint32_t));
-    w.slot_pitch = LayoutBuilder::align_up(static_cast<uint64_t>(g.slot_bytes));
+    w.slot_pitch = static_cast<uint64_t>(g.slot_pitch());
     w.slots = builder.take(ranks * channels * static_cast<uint64_t>(g.num_slots) * w.slot_pitch);
     w.segment_bytes = builder.total();
     return w;

@@ -73,6 +73,11 @@ class Segment {
     const uint64_t index = fifo(source, channel) * slots + (number & slot_mask_);
     return base_ + layout_.slots.offset + index * layout_.slot_pitch;
   }
+  // All slots that rank `source` fills.
+  MOE_EP_HOST_DEVICE uint8_t* slots(int32_t source) const {
+    const uint64_t slots = static_cast<uint64_t>(slot_mask_) + 1;
+    return base_ + layout_.slots.offset + fifo(source, 0) * slots * layout_.slot_pitch;
+  }
   MOE_EP_HOST_DEVICE uint8_t* bytes(uint64_t offset) const { return base_ + offset; }
 
  private:

@@ -25,14 +25,17 @@ _MAX_FIFO_BYTES = 8 << 20
 """Of one rank, for all its peers together: groups of more than 8 ranks get smaller FIFOs."""
 _MIN_SLOTS = 4
 
-# On CUDA: a slot is what the loads of a warp bring at once, a FIFO has one on its way out and one
-# on its way in. A rank has 8 MiB of them: as many warps as a quarter of an H200 holds keep half of
-# that in use. See docs/two_sided.md.
-_CUDA_SLOT_BYTES = 1 << 12
+# On CUDA. What is in use of the FIFOs of all ranks of a GPU should stay in its L2 cache, and all
+# channels should be worked on at once: those of combine, four to a CTA and three CTAs to a
+# multiprocessor, fill seven eighths of a share of an H200. See docs/two_sided.md.
 _CUDA_NUM_SLOTS = 2
-_CUDA_FIFOS = 1024
+_CUDA_FIFOS = 1344
 """Of one rank, for all its peers together."""
 _CUDA_MAX_CHANNELS = 512
+_CUDA_FIFO_BYTES = 8 << 20
+"""The most, of one rank, for all its peers together."""
+_CUDA_MAX_SLOT_BYTES = 1 << 12
+"""What the loads of a warp bring at once."""
 
 
 def geometry_of(
@@ -61,10 +64,14 @@ def geometry_of(
 
 
 def _cuda_fifos(ep_size: int) -> dict[str, int]:
+    num_channels = min(_CUDA_FIFOS // ep_size, _CUDA_MAX_CHANNELS)
+    slot_bytes = _CUDA_MAX_SLOT_BYTES
+    while ep_size * num_channels * _CUDA_NUM_SLOTS * slot_bytes > _CUDA_FIFO_BYTES:
+        slot_bytes //= 2
     return {
-        "num_channels": min(_CUDA_FIFOS // ep_size, _CUDA_MAX_CHANNELS),
+        "num_channels": num_channels,
         "num_slots": _CUDA_NUM_SLOTS,
-        "slot_bytes": _CUDA_SLOT_BYTES,
+        "slot_bytes": slot_bytes,
     }
 
 

@@ -65,8 +65,8 @@ class Rank {
         workspace_(workspace),
         layout_(FifoLayout::of(workspace.geometry)),
         case_(the_case),
-        plan_(StreamPlan::of(workspace.geometry, the_case.record_chunks, kCapacity)),
-        shape_(CtaShape::of_alltoallv(workspace.geometry.ep_size)) {
+        shape_(CtaShape::of_alltoallv(workspace.geometry.ep_size)),
+        plan_(plan_of(CtaShape::joined_in_alltoallv(workspace.geometry.ep_size))) {
     initialize(workspace);
     const Segment own(workspace_, layout_, workspace_.ep_rank);
     for (int32_t peer = 0; peer < workspace_.geometry.ep_size; ++peer) {
@@ -108,11 +108,12 @@ class Rank {
         tensors_.given.push_back(byte_of(number, me, t, b));
       }
     }
-    next_group_ = 0;
   }
 
   bool alltoallv(std::mt19937& random) {
+    next_group_ = 0;
     shape_ = CtaShape::of_alltoallv(workspace_.geometry.ep_size);
+    plan_ = plan_of(CtaShape::joined_in_alltoallv(workspace_.geometry.ep_size));
     return run_grid(random, [&](CopyingWarp& warp, const Channel& channel, int32_t peer_warp) {
       return peer_warp < 0
                  ? TokenSender<CopyingWarp, kWords>(warp, channel).run()
@@ -122,6 +123,7 @@ class Rank {
   bool combine(std::mt19937& random) {
     next_group_ = 0;
     shape_ = CtaShape::of_combine();
+    plan_ = plan_of(1);
     return run_grid(random, [&](CopyingWarp& warp, const Channel& channel, int32_t peer_warp) {
       return peer_warp < 0 ? TokenSummer<CopyingWarp, kWords>(warp, channel, num_tokens_).run()
                            : RowSender<CopyingWarp, kWords>(warp, channel, shape_, peer_warp).run();
@@ -176,6 +178,10 @@ class Rank {
     return rows;
   }
 
+  StreamPlan plan_of(int32_t joined) const {
+    return StreamPlan::of(workspace_.geometry, joined, case_.record_chunks, kCapacity);
+  }
+
   // A grid of as many CTAs as the case has, whose warps take groups of channels together.
   template <typename Role>
   bool run_grid(std::mt19937& random, const Role& role) {
@@ -219,8 +225,8 @@ class Rank {
   WorkspaceView workspace_;
   FifoLayout layout_;
   Case case_;
+  CtaShape shape_;  // of the stream at hand, as what follows
   StreamPlan plan_;
-  CtaShape shape_;
   int32_t num_tokens_ = 0;
   std::vector<int32_t> send_tokens_;
   Tensors tensors_;

@@ -36,15 +36,21 @@ struct Channel {
   int32_t number;
 
   MOE_EP_ON_DEVICE int32_t ep_size() const { return workspace.geometry.ep_size; }
-  MOE_EP_ON_DEVICE int32_t num_slots() const { return workspace.geometry.num_slots; }
+  MOE_EP_ON_DEVICE int32_t num_slots() const { return plan.num_slots; }
   MOE_EP_ON_DEVICE Segment own() const { return {workspace, layout, workspace.ep_rank}; }
   MOE_EP_ON_DEVICE Segment at(int32_t rank) const { return {workspace, layout, rank}; }
   // What this rank's `number`-th filling for a peer goes to.
   MOE_EP_ON_DEVICE uint8_t* slot_at(int32_t peer, uint32_t filling) const {
-    return at(peer).slot(workspace.ep_rank, filling, number);
+    return slot_in(at(peer).slots(workspace.ep_rank), filling);
   }
   MOE_EP_ON_DEVICE uint8_t* slot_from(int32_t peer, uint32_t filling) const {
-    return own().slot(peer, filling, number);
+    return slot_in(own().slots(peer), filling);
+  }
+  // Numbers wrap at 2^32, which the number of slots divides.
+  MOE_EP_ON_DEVICE uint8_t* slot_in(uint8_t* slots, uint32_t filling) const {
+    const auto num = static_cast<uint32_t>(plan.num_slots);
+    const uint32_t slot = static_cast<uint32_t>(number) * num + (filling & (num - 1));
+    return slots + static_cast<int64_t>(slot) * plan.slot_pitch;
   }
   // Both ends of a FIFO poll their own memory.
   MOE_EP_ON_DEVICE uint32_t* head_at(int32_t peer) const {

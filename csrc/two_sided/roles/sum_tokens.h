@@ -53,7 +53,7 @@ class TokenSummer {
   using Walk = TokenWalk<Machine, kWords>;
 
   MOE_EP_ON_DEVICE int32_t token_at(int32_t bound) const {
-    return token_at_bound(num_tokens_, bound, c_.plan.num_channels);
+    return token_at_bound(num_tokens_, bound, c_.plan.num_bounds);
   }
   // token: -1 for the first of the item.
   MOE_EP_ON_DEVICE void poison_from(const Item& item, int32_t token) {
