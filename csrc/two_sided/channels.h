@@ -24,6 +24,13 @@ MOE_EP_HOST_DEVICE constexpr int32_t token_at_bound(int32_t num_tokens, int32_t 
   return static_cast<int32_t>(static_cast<int64_t>(num_tokens) * bound / num_channels);
 }
 
+// The first bound that is not in front of an earlier token.
+MOE_EP_HOST_DEVICE constexpr int32_t first_bound_at(int32_t token, int32_t num_tokens,
+                                                    int32_t num_bounds) {
+  return static_cast<int32_t>((static_cast<int64_t>(token) * num_bounds + num_tokens - 1) /
+                              num_tokens);
+}
+
 MOE_EP_HOST_DEVICE constexpr int64_t chunks_of(int64_t row_bytes) {
   return (row_bytes + static_cast<int64_t>(kRowAlignment) - 1) /
          static_cast<int64_t>(kRowAlignment);

@@ -58,6 +58,9 @@ struct PrepareKernelParams {
   DeviceWorkspace workspace;
   PrepareParams call;
   ExpertPartition partition;
+  // The ids, where each token's are whole vectors; else there are none.
+  const uint4* id_vectors;
+  int32_t vectors_per_token;
 };
 
 struct AlltoallvKernelParams {

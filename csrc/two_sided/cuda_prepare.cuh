@@ -1,5 +1,6 @@
-// The first step of a round, by one CTA: where this rank's tokens go, how many rows come from whom,
-// and whether all mean the same round.
+// The first step of a round: where this rank's tokens go, how many rows come from whom, and whether
+// all mean the same round. Each CTA has a slice of the tokens; the last to be done with that speaks
+// with the other ranks.
 #pragma once
 
 #include <cstdint>
@@ -26,21 +27,7 @@ __device__ void for_each_bound(const Geometry& g, const Visit& visit) {
   }
 }
 
-// Brings to each rank, and to the own memory, how this rank's rows are spread over its tokens.
-__device__ inline void send_bounds(const PrepareKernelParams& p, const int32_t* rows_to,
-                                   bool to_peers) {
-  const Segment own = p.workspace.own();
-  const Geometry& g = p.call.workspace.geometry;
-  for_each_bound(g, [&](int32_t rank, int32_t bound) {
-    const int32_t token = token_at_bound(p.call.num_tokens, bound, g.num_channels);
-    const int32_t* const list = p.call.out_send_tokens + own.list_begins()[rank];
-    const int32_t rows = rows_before(list, rows_to[rank], token);
-    own.send_bounds(rank)[bound] = rows;
-    if (to_peers) p.workspace.at(rank).row_bounds(p.call.workspace.ep_rank)[bound] = rows;
-  });
-}
-
-// Of one thread for each rank; what it signals follows a barrier behind send_bounds.
+// Of one thread for each rank; what it signals follows a barrier behind the bounds.
 __device__ inline void send_header(const PrepareKernelParams& p, int32_t rank, int32_t rows,
                                    uint32_t epoch) {
   RoundHeader& header = p.workspace.at(rank).round_header(p.call.workspace.ep_rank);
@@ -93,6 +80,7 @@ __device__ inline void begin_round(const PrepareKernelParams& p, uint32_t epoch,
   round.fields = hash_of(p.call.fields);
   round.dispatch_groups = 0;
   round.combine_groups = 0;
+  round.prepared = 0;
 }
 
 // By all threads: whether all headers came, and say the same. A rank that has failed sends none.
@@ -109,6 +97,15 @@ __device__ inline bool meet(const PrepareKernelParams& p, uint32_t epoch, bool f
   return false;
 }
 
+// Whether all other CTAs are done with their slices. By all threads.
+__device__ inline bool comes_last(DeviceRound& round) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = signal_and_count(&round.prepared, 1) + 1 == gridDim.x;
+  __syncthreads();
+  return is_last;
+}
+
 __global__ void __launch_bounds__(kPrepareThreads, 1)
     prepare_kernel(const __grid_constant__ PrepareKernelParams p) {
   __shared__ TokenRouting::Counts counts;
@@ -116,17 +113,24 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
   static_assert(kMaxEpSize <= kPrepareThreads);
   const Segment own = p.workspace.own();
   const Geometry& g = p.call.workspace.geometry;
-  const uint32_t epoch = own.device_round().epoch + 1;
+  DeviceRound& round = own.device_round();
+  const uint32_t epoch = round.epoch + 1;
   const bool failed = has_failed(p.workspace);
   const int32_t rank = thread_number();  // that this thread speaks with
 
-  TokenRouting(p, counts).run(own.list_begins());
-  send_bounds(p, counts.total, !failed);
-  __syncthreads();
-  if (!failed && rank < g.ep_size) send_header(p, rank, counts.total[rank], epoch);
+  TokenRouting routing(p, counts);
+  routing.count();
+  routing.write_lists();
+  routing.for_each_bound([&](int32_t peer, int32_t bound, int32_t rows) {
+    own.send_bounds(peer)[bound] = rows;
+    if (!failed) p.workspace.at(peer).row_bounds(p.call.workspace.ep_rank)[bound] = rows;
+  });
+  const bool is_last = comes_last(round);
+  if (is_last && !failed && rank < g.ep_size) send_header(p, rank, counts.total[rank], epoch);
 
-  write_ids(p, invalid_ids);
-  blank_rest(p, int64_t{own.list_begins()[g.ep_size - 1]} + counts.total[g.ep_size - 1]);
+  write_ids(p, routing.first_token(), routing.end_token(), invalid_ids);
+  blank_rest(p, int64_t{counts.begin[g.ep_size - 1]} + counts.total[g.ep_size - 1]);
+  if (!is_last) return;
   const bool has_rows = meet(p, epoch, failed);
   if (has_rows) {
     for_each_bound(g, [&](int32_t source, int32_t bound) {
@@ -134,6 +138,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
     });
   }
   if (rank < g.ep_size) {
+    own.list_begins()[rank] = counts.begin[rank];
     p.call.out_send_counts[rank] = counts.total[rank];
     p.call.out_recv_counts[rank] = has_rows ? own.round_header(rank).num_rows : 0;
   }

@@ -16,14 +16,17 @@ struct RoundState {
   uint64_t send_tokens_hash;  // of what prepare returned: the other calls must be given the same
 };
 
-// On CUDA, in place of both. prepare, which is one CTA, writes it; alltoallv and combine only read
-// it, so that their CTAs need not run together. They take from the counters, prepare resets them.
+// On CUDA, in place of both. The CTA of prepare that comes last writes it; alltoallv and combine
+// only read it, so that their CTAs need not run together. They take from the counters, prepare
+// resets them.
 struct DeviceRound {
   alignas(kRegionAlignment) uint32_t epoch;  // of the round in flight
   uint32_t poisoned;                         // 1: the ranks disagreed, no row moves
   int32_t num_tokens;
   int32_t tokens_per_rank;
-  uint32_t fields;  // hash of their widths
+  uint32_t fields;           // hash of their widths
+  uint32_t prepared;         // CTAs of prepare that are done with their slices
+  uint32_t invalid_id_lock;  // of the host's record, among CTAs of prepare
   // Set when a wait has expired, and never reset: every later kernel gives up at once.
   alignas(kRegionAlignment) uint32_t failed;
   alignas(kRegionAlignment) uint32_t dispatch_groups;  // of channels, those that are taken
