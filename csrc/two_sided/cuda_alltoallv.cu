@@ -42,7 +42,8 @@ cudaError_t launch_alltoallv(const AlltoallvParams& p, const CudaContext& contex
   k.recv_counts = p.recv_counts;
   const auto kernel =
       g.ep_size <= kWarpSize ? &alltoallv_kernel<1> : &alltoallv_kernel<kMaxEpSize / kWarpSize>;
-  return launch(kernel, ctas_for(k.plan, k.shape, context), kCtaThreads, context, k);
+  return launch(kernel, ctas_for(k.plan, k.shape, context), kCtaThreads, context, k,
+                Behind::kPrepare);
 }
 
 }  // namespace moe_ep::two_sided

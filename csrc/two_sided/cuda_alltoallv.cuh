@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "transport/device/memory_access.cuh"
 #include "two_sided/cuda_params.h"
 #include "two_sided/device/groups.cuh"
 #include "two_sided/device/stage.cuh"
@@ -84,6 +85,7 @@ template <int kWords>
 __global__ void __launch_bounds__(kCtaThreads, kCtasPerSm<kWords>)
     alltoallv_kernel(const __grid_constant__ AlltoallvKernelParams p) {
   __shared__ WarpMemory memory[CtaShape::kWarps];
+  wait_for_previous_kernel();
   DeviceRound& round = p.workspace.own().device_round();
   const bool is_of_this_round = round.num_tokens == p.num_tokens &&
                                 round.tokens_per_rank == p.tokens_per_rank &&

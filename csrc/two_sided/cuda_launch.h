@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "transport/compiled_code.h"
 #include "two_sided/cuda.h"
 #include "two_sided/cuda_params.h"
 
@@ -35,11 +36,25 @@ inline int ctas_for(const StreamPlan& plan, const CtaShape& shape, const CudaCon
   return context.max_ctas == 0 ? groups : std::min(groups, context.max_ctas);
 }
 
-// Launches a kernel that takes one params struct by value.
+// What comes before a kernel on its stream.
+enum class Behind { kAnything, kPrepare };
+
+// Launches a kernel that takes one params struct by value. Behind prepare it begins as soon as that
+// allows it, and waits for the end of it itself.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), int ctas, int threads, const CudaContext& context,
-                   const Params& params) {
+                   const Params& params, Behind behind = Behind::kAnything) {
+  bool starts_early = behind == Behind::kPrepare;
+  if (starts_early) {
+    const cudaError_t error = has_programmatic_launch(&starts_early);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
+  config.attrs = &attribute;
+  config.numAttrs = starts_early ? 1 : 0;
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = context.stream;

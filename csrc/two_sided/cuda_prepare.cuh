@@ -7,6 +7,7 @@
 
 #include "transport/device/bounded_wait.cuh"
 #include "transport/device/disagreement.cuh"
+#include "transport/device/memory_access.cuh"
 #include "transport/same_call.h"
 #include "two_sided/channels.h"
 #include "two_sided/cuda_params.h"
@@ -132,6 +133,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
   blank_rest(p, int64_t{counts.begin[g.ep_size - 1]} + counts.total[g.ep_size - 1]);
   if (!is_last) return;
   const bool has_rows = meet(p, epoch, failed);
+  allow_next_kernel();
   if (has_rows) {
     for_each_bound(g, [&](int32_t source, int32_t bound) {
       own.recv_bounds(source)[bound] = own.row_bounds(source)[bound];
