@@ -4,8 +4,8 @@
 // begins a round without ranks of the round before looks whether these have read all, before it can
 // write its rows again, and notes the others in `left_reading`. There they find themselves: in
 // check(), or when they begin another round. The count takes no look and no fence: where no mask
-// loses a rank, nobody waits for it. It is only taken where there are masks: a barrier and an
-// atomic at the end of each CTA were 0.3 us and more of a round of one token.
+// loses a rank, nobody waits for it. It is only taken where there can be masks: it is a
+// barrier and an atomic at the end of each CTA.
 #pragma once
 
 #include <cstdint>
